@@ -3,14 +3,11 @@
 import sqlalchemy as sa
 from alembic import op
 
+from migrations.steps import ID, MOMENT, now
+
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None
 
-# A migration is history: it names types of its own and never those of jobs.schema.tables, which move on.
-_Moment = sa.DateTime(timezone=True).with_variant(sa.Double(), "sqlite")
-_Id = sa.String(36)
 _Sha256 = sa.String(64)
 _STATES = "'queued', 'running', 'cancelling', 'succeeded', 'failed', 'cancelled'"
 
@@ -19,9 +16,8 @@ def upgrade() -> None:
     _create_tenants()
     _create_jobs()
     _create_rows_of_jobs()
-    now = "(julianday('now') - 2440587.5) * 86400.0" if op.get_bind().dialect.name == "sqlite" else "clock_timestamp()"
     # embedded mode works under this tenant, without keys
-    op.execute(sa.text(f"INSERT INTO tenants (id, name, created_at) VALUES ('local', 'local', {now})"))  # noqa: S608 - constants
+    op.execute(sa.text(f"INSERT INTO tenants (id, name, created_at) VALUES ('local', 'local', {now()})"))  # noqa: S608 - constants
 
 
 def downgrade() -> None:
@@ -32,23 +28,23 @@ def downgrade() -> None:
 def _create_tenants() -> None:
     op.create_table(
         "tenants",
-        sa.Column("id", _Id, nullable=False),
+        sa.Column("id", ID, nullable=False),
         sa.Column("name", sa.String(100), nullable=False),
         sa.Column("quotas", sa.JSON()),
-        sa.Column("created_at", _Moment, nullable=False),
+        sa.Column("created_at", MOMENT, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_tenants"),
         sa.UniqueConstraint("name", name="uq_tenants_name"),
     )
     op.create_table(
         "api_keys",
-        sa.Column("id", _Id, nullable=False),
-        sa.Column("tenant_id", _Id, nullable=False),
+        sa.Column("id", ID, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
         sa.Column("prefix", sa.String(32), nullable=False),
         sa.Column("hmac", _Sha256, nullable=False),
         sa.Column("scopes", sa.String(100), nullable=False),
-        sa.Column("created_at", _Moment, nullable=False),
-        sa.Column("expires_at", _Moment),
-        sa.Column("revoked_at", _Moment),
+        sa.Column("created_at", MOMENT, nullable=False),
+        sa.Column("expires_at", MOMENT),
+        sa.Column("revoked_at", MOMENT),
         sa.PrimaryKeyConstraint("id", name="pk_api_keys"),
         sa.UniqueConstraint("prefix", name="uq_api_keys_prefix"),
         _tenant("api_keys"),
@@ -58,8 +54,8 @@ def _create_tenants() -> None:
 def _create_jobs() -> None:
     op.create_table(
         "jobs",
-        sa.Column("id", _Id, nullable=False),
-        sa.Column("tenant_id", _Id, nullable=False),
+        sa.Column("id", ID, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
         sa.Column("kind", sa.String(500), nullable=False),
         sa.Column("document", sa.JSON(), nullable=False),
         sa.Column("document_sha256", _Sha256, nullable=False),
@@ -75,18 +71,18 @@ def _create_jobs() -> None:
         sa.Column("claim_token", sa.String(64)),
         sa.Column("event_seq", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("lease_owner", sa.String(200)),
-        sa.Column("lease_expires_at", _Moment),
-        sa.Column("cancel_requested_at", _Moment),
-        sa.Column("deadline_at", _Moment),
+        sa.Column("lease_expires_at", MOMENT),
+        sa.Column("cancel_requested_at", MOMENT),
+        sa.Column("deadline_at", MOMENT),
         sa.Column("progress", sa.JSON()),
         sa.Column("failure", sa.JSON()),
         sa.Column("plan", sa.JSON()),
         sa.Column("manifest", sa.JSON()),
         sa.Column("summary", sa.JSON()),
-        sa.Column("created_at", _Moment, nullable=False),
-        sa.Column("queued_at", _Moment, nullable=False),
-        sa.Column("started_at", _Moment),
-        sa.Column("finished_at", _Moment),
+        sa.Column("created_at", MOMENT, nullable=False),
+        sa.Column("queued_at", MOMENT, nullable=False),
+        sa.Column("started_at", MOMENT),
+        sa.Column("finished_at", MOMENT),
         sa.PrimaryKeyConstraint("id", name="pk_jobs"),
         sa.UniqueConstraint("tenant_id", "idempotency_key", name="uq_jobs_tenant_id_idempotency_key"),
         sa.CheckConstraint(f"state IN ({_STATES})", name=op.f("ck_jobs_state")),
@@ -96,11 +92,11 @@ def _create_jobs() -> None:
     op.create_index("ix_jobs_state_lease_expires_at", "jobs", ["state", "lease_expires_at"])
     op.create_table(
         "outbox",
-        sa.Column("id", _Id, nullable=False),
-        sa.Column("tenant_id", _Id, nullable=False),
-        sa.Column("job_id", _Id, nullable=False),
-        sa.Column("created_at", _Moment, nullable=False),
-        sa.Column("sent_at", _Moment),
+        sa.Column("id", ID, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
+        sa.Column("job_id", ID, nullable=False),
+        sa.Column("created_at", MOMENT, nullable=False),
+        sa.Column("sent_at", MOMENT),
         sa.PrimaryKeyConstraint("id", name="pk_outbox"),
         _tenant("outbox"),
         _job("outbox"),
@@ -111,10 +107,10 @@ def _create_jobs() -> None:
 def _create_rows_of_jobs() -> None:
     op.create_table(
         "job_events",
-        sa.Column("job_id", _Id, nullable=False),
+        sa.Column("job_id", ID, nullable=False),
         sa.Column("seq", sa.BigInteger(), autoincrement=False, nullable=False),
-        sa.Column("tenant_id", _Id, nullable=False),
-        sa.Column("at", _Moment, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
+        sa.Column("at", MOMENT, nullable=False),
         sa.Column("type", sa.String(40), nullable=False),
         sa.Column("data", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("job_id", "seq", name="pk_job_events"),
@@ -123,10 +119,10 @@ def _create_rows_of_jobs() -> None:
     )
     op.create_table(
         "layer_results",
-        sa.Column("job_id", _Id, nullable=False),
+        sa.Column("job_id", ID, nullable=False),
         sa.Column("kind", sa.String(40), nullable=False),
         sa.Column("ordinal", sa.Integer(), autoincrement=False, nullable=False),
-        sa.Column("tenant_id", _Id, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
         sa.Column("layer", sa.Text(), nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("fence", sa.BigInteger(), nullable=False),
@@ -139,9 +135,9 @@ def _create_rows_of_jobs() -> None:
     )
     op.create_table(
         "artifacts",
-        sa.Column("job_id", _Id, nullable=False),
+        sa.Column("job_id", ID, nullable=False),
         sa.Column("name", sa.String(500), nullable=False),
-        sa.Column("tenant_id", _Id, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("fence", sa.BigInteger(), nullable=False),
         sa.Column("sha256", _Sha256, nullable=False),

@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0002"
 down_revision = "0001"
-branch_labels = None
-depends_on = None
 
 _QUEUED = sa.text("state = 'queued'")
 _WITH_DEADLINE = sa.text("state = 'queued' AND deadline_at IS NOT NULL")

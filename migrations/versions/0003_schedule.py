@@ -1,17 +1,10 @@
 """The schedule that a submission asked for, so that a repeated one is distinguished from another."""
 
 import sqlalchemy as sa
-from alembic import op
+
+from migrations.steps import add_columns
 
 revision = "0003"
 down_revision = "0002"
-branch_labels = None
-depends_on = None
 
-
-def upgrade() -> None:
-    op.add_column("jobs", sa.Column("schedule", sa.JSON(none_as_null=True)))
-
-
-def downgrade() -> None:
-    op.drop_column("jobs", "schedule")
+upgrade, downgrade = add_columns("jobs", sa.Column("schedule", sa.JSON(none_as_null=True)))

@@ -3,14 +3,11 @@
 import sqlalchemy as sa
 from alembic import op
 
+from migrations.steps import ID, MOMENT
+
 revision = "0004"
 down_revision = "0003"
-branch_labels = None
-depends_on = None
 
-# A migration is history: it names types of its own and never those of jobs.schema.tables, which move on.
-_Moment = sa.DateTime(timezone=True).with_variant(sa.Double(), "sqlite")
-_Id = sa.String(36)
 _WHOLE = sa.text("whole")
 
 
@@ -29,15 +26,15 @@ def upgrade() -> None:
         op.execute(jobs.update().values({f"{source}_factory": found}).where(jobs.c.state.in_(("queued", "running"))))
     op.create_table(
         "workers",
-        sa.Column("id", _Id, nullable=False),
+        sa.Column("id", ID, nullable=False),
         sa.Column("node", sa.String(200), nullable=False),
         sa.Column("process_space", sa.String(300), nullable=False),
         sa.Column("version", sa.String(40), nullable=False),
         sa.Column("slots", sa.Integer, nullable=False),
         sa.Column("factories", sa.JSON, nullable=False),
-        sa.Column("started_at", _Moment, nullable=False),
-        sa.Column("seen_at", _Moment, nullable=False),
-        sa.Column("expires_at", _Moment, nullable=False),
+        sa.Column("started_at", MOMENT, nullable=False),
+        sa.Column("seen_at", MOMENT, nullable=False),
+        sa.Column("expires_at", MOMENT, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_workers"),
     )
     op.create_table(
@@ -49,14 +46,14 @@ def upgrade() -> None:
         sa.Column("capacity_bytes", sa.BigInteger, nullable=False),
         sa.Column("foreign_bytes", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("lease_seq", sa.BigInteger, nullable=False, server_default=sa.text("0")),
-        sa.Column("reserved_job_id", _Id),
-        sa.Column("seen_at", _Moment, nullable=False),
+        sa.Column("reserved_job_id", ID),
+        sa.Column("seen_at", MOMENT, nullable=False),
         sa.PrimaryKeyConstraint("uuid", name="pk_devices"),
         sa.CheckConstraint("kind IN ('cuda', 'fake', 'host')", name="ck_devices_kind"),
     )
     op.create_table(
         "worker_devices",
-        sa.Column("worker_id", _Id, nullable=False),
+        sa.Column("worker_id", ID, nullable=False),
         sa.Column("device_uuid", sa.String(100), nullable=False),
         sa.PrimaryKeyConstraint("worker_id", "device_uuid", name="pk_worker_devices"),
         sa.ForeignKeyConstraint(
@@ -69,18 +66,18 @@ def upgrade() -> None:
     op.create_index("ix_worker_devices_device_uuid", "worker_devices", ["device_uuid"])
     op.create_table(
         "device_leases",
-        sa.Column("job_id", _Id, nullable=False),
+        sa.Column("job_id", ID, nullable=False),
         sa.Column("fence", sa.BigInteger, nullable=False, autoincrement=False),
-        sa.Column("tenant_id", _Id, nullable=False),
+        sa.Column("tenant_id", ID, nullable=False),
         sa.Column("device_uuid", sa.String(100), nullable=False),
         sa.Column("bytes", sa.BigInteger, nullable=False),
         sa.Column("whole", sa.Boolean, nullable=False),
-        sa.Column("worker_id", _Id, nullable=False),
+        sa.Column("worker_id", ID, nullable=False),
         sa.Column("process_space", sa.String(300), nullable=False),
         sa.Column("guardian_pid", sa.Integer),
         sa.Column("guardian_started", sa.BigInteger),
-        sa.Column("leased_at", _Moment, nullable=False),
-        sa.Column("draining_at", _Moment),
+        sa.Column("leased_at", MOMENT, nullable=False),
+        sa.Column("draining_at", MOMENT),
         sa.PrimaryKeyConstraint("job_id", "fence", name="pk_device_leases"),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_device_leases_tenant_id_tenants"),
         sa.ForeignKeyConstraint(["device_uuid"], ["devices.uuid"], name="fk_device_leases_device_uuid_devices"),

@@ -1,19 +1,10 @@
 """When it was last read what others than jobs hold of a device: where jobs keep it from being read, it is doubted."""
 
 import sqlalchemy as sa
-from alembic import op
+
+from migrations.steps import MOMENT, add_columns
 
 revision = "0010"
 down_revision = "0009"
-branch_labels = None
-depends_on = None
 
-_Moment = sa.DateTime(timezone=True).with_variant(sa.Double(), "sqlite")
-
-
-def upgrade() -> None:
-    op.add_column("devices", sa.Column("foreign_at", _Moment))
-
-
-def downgrade() -> None:
-    op.drop_column("devices", "foreign_at")
+upgrade, downgrade = add_columns("devices", sa.Column("foreign_at", MOMENT))

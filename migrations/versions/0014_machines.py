@@ -7,13 +7,11 @@ document: it is read with its owner's rights.
 import sqlalchemy as sa
 from alembic import op
 
+from migrations.steps import ID, MOMENT
+
 revision = "0014"
 down_revision = "0013"
-branch_labels = None
-depends_on = None
 
-_Moment = sa.DateTime(timezone=True).with_variant(sa.Double(), "sqlite")
-_Id = sa.String(36)
 _STATES = "'starting', 'pending', 'running', 'ending', 'ended', 'failed'"
 _VIEW = """
     CREATE VIEW waiting_jobs AS
@@ -27,18 +25,18 @@ _VIEW = """
 
 
 def upgrade() -> None:
-    op.add_column("workers", sa.Column("machine_id", _Id))
+    op.add_column("workers", sa.Column("machine_id", ID))
     op.create_table(
         "machines",
-        sa.Column("id", _Id, nullable=False),
+        sa.Column("id", ID, nullable=False),
         sa.Column("scope", sa.String(200), nullable=False),
         sa.Column("class_name", sa.String(64), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("handle", sa.String(200)),
         sa.Column("note", sa.Text, nullable=False),
-        sa.Column("asked_at", _Moment, nullable=False),
-        sa.Column("changed_at", _Moment, nullable=False),
-        sa.Column("joined_at", _Moment),
+        sa.Column("asked_at", MOMENT, nullable=False),
+        sa.Column("changed_at", MOMENT, nullable=False),
+        sa.Column("joined_at", MOMENT),
         sa.PrimaryKeyConstraint("id", name="pk_machines"),
         sa.CheckConstraint(f"state IN ({_STATES})", name="ck_machines_state"),
     )
@@ -53,7 +51,7 @@ def upgrade() -> None:
         sa.Column("jobs_per_device", sa.Integer, nullable=False),
         sa.Column("ceiling", sa.Integer, nullable=False),
         sa.Column("factories", sa.JSON, nullable=False),
-        sa.Column("seen_at", _Moment, nullable=False),
+        sa.Column("seen_at", MOMENT, nullable=False),
         sa.PrimaryKeyConstraint("scope", "name", name="pk_machine_classes"),
     )
     if op.get_bind().dialect.name == "postgresql":

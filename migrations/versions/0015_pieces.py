@@ -7,10 +7,10 @@ replaced in the schema table, as its manual describes (https://www.sqlite.org/la
 import sqlalchemy as sa
 from alembic import op
 
+from migrations.steps import ID, is_sqlite, now
+
 revision = "0015"
 down_revision = "0014"
-branch_labels = None
-depends_on = None
 
 _CHECK = "CONSTRAINT ck_jobs_state CHECK (state IN ({}))"
 _BEFORE = _CHECK.format("'queued', 'running', 'cancelling', 'succeeded', 'failed', 'cancelled'")
@@ -19,7 +19,7 @@ _PARENT = "CONSTRAINT fk_jobs_parent_id_jobs FOREIGN KEY (parent_id) REFERENCES 
 
 
 def upgrade() -> None:
-    op.add_column("jobs", sa.Column("parent_id", sa.String(36)))
+    op.add_column("jobs", sa.Column("parent_id", ID))
     op.add_column("jobs", sa.Column("piece", sa.JSON()))
     op.create_index("ix_jobs_parent_id", "jobs", ["parent_id"])
     if op.get_bind().dialect.name == "postgresql":
@@ -31,14 +31,12 @@ def upgrade() -> None:
 def downgrade() -> None:
     # a job that waits for its pieces begins anew: the code of before knows neither
     op.execute("DELETE FROM jobs WHERE parent_id IS NOT NULL")
-    sqlite = op.get_bind().dialect.name == "sqlite"
-    now = "(julianday('now') - 2440587.5) * 86400.0" if sqlite else "clock_timestamp()"
     op.execute(
         "INSERT INTO outbox (id, tenant_id, job_id, created_at) "  # noqa: S608 - constants
-        f"SELECT id, tenant_id, id, {now} FROM jobs WHERE state = 'waiting'"
+        f"SELECT id, tenant_id, id, {now()} FROM jobs WHERE state = 'waiting'"
     )
     op.execute("UPDATE jobs SET state = 'queued', progress = NULL WHERE state = 'waiting'")
-    if sqlite:
+    if is_sqlite():
         _replace_text(f"{_PARENT}, {_SINCE}", _BEFORE)
     else:
         op.execute(

@@ -8,10 +8,10 @@ made, every declaration is believed.
 import sqlalchemy as sa
 from alembic import op
 
+from migrations.steps import DECLARED, PROVEN, tenant_rows
+
 revision = "0019"
 down_revision = "0018"
-branch_labels = None
-depends_on = None
 
 _PURPOSES = {
     "api_keys": ("*keys",),
@@ -44,8 +44,6 @@ _FUNCTION = """
     END
     $body$
 """
-_DECLARED = "(SELECT current_setting('kronoscope.tenant', true))"
-_PROVEN = "(SELECT declared_tenant())"
 
 
 def upgrade() -> None:
@@ -61,25 +59,21 @@ def upgrade() -> None:
     schema = connection.execute(sa.text("SELECT quote_ident(current_schema)")).scalar_one()
     op.execute(_FUNCTION.format(schema=schema))
     for table in connection.execute(sa.text(_SECURED)).scalars().all():
-        _replace(table, f"{_column(table)} = {_PROVEN} OR {_PROVEN} = '*'")
+        _replace(table, PROVEN)
         if table in _PURPOSES:
             listed = ", ".join(f"'{each}'" for each in _PURPOSES[table])
-            op.execute(f"CREATE POLICY purpose_rows ON {table} FOR SELECT USING ({_PROVEN} IN ({listed}))")
+            op.execute(f"CREATE POLICY purpose_rows ON {table} FOR SELECT USING ({PROVEN} IN ({listed}))")
 
 
 def downgrade() -> None:
     connection = op.get_bind()
     if connection.dialect.name == "postgresql":
         for table in connection.execute(sa.text(_SECURED)).scalars().all():
-            _replace(table, f"{_column(table)} = {_DECLARED} OR {_DECLARED} = '*'")
+            _replace(table, DECLARED)
             op.execute(f"DROP POLICY IF EXISTS purpose_rows ON {table}")
         op.execute("DROP FUNCTION declared_tenant()")
     op.drop_table("proof_keys")
 
 
-def _replace(table: str, condition: str) -> None:
-    op.execute(f"ALTER POLICY tenant_rows ON {table} USING ({condition})")
-
-
-def _column(table: str) -> str:
-    return "id" if table == "tenants" else "tenant_id"
+def _replace(table: str, tenant: str) -> None:
+    op.execute(f"ALTER POLICY tenant_rows ON {table} USING ({tenant_rows(table, tenant)})")

@@ -1,17 +1,10 @@
 """The API key that asked for the end of a job."""
 
 import sqlalchemy as sa
-from alembic import op
+
+from migrations.steps import add_columns
 
 revision = "0024"
 down_revision = "0023"
-branch_labels = None
-depends_on = None
 
-
-def upgrade() -> None:
-    op.add_column("jobs", sa.Column("cancel_requested_by", sa.String(32)))
-
-
-def downgrade() -> None:
-    op.drop_column("jobs", "cancel_requested_by")
+upgrade, downgrade = add_columns("jobs", sa.Column("cancel_requested_by", sa.String(32)))

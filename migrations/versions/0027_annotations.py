@@ -5,8 +5,6 @@ from alembic import op
 
 revision = "0027"
 down_revision = "0026"
-branch_labels = None
-depends_on = None
 
 _FILL = {
     "postgresql": "UPDATE jobs SET labels = document->'labels'",
