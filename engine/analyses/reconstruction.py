@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from engine.errors import BrokenFactors, NoConditionNumber
 from engine.factors.clipping.clipped_inverse import PREFIX
 from engine.factors.dense import Dense
 from engine.factors.factor_files import Kept, write_factors, write_index
-from engine.factors.factor_set import GIVEN_MATRIX, FactorSet, LayerFacts
+from engine.factors.factor_set import GIVEN_MATRIX
 from engine.factors.kronecker_factors import Factors, packed
 from engine.linalg.eigenbasis import ClippedSide
 from engine.linalg.eigendecomposition import kept_dtype
@@ -43,37 +43,10 @@ from engine.measurement.clip_factor import (
 from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.layer_measurement import Measured
 from engine.memory.budget import device_bytes, resident_bytes
-from engine.workspace import Workspace
 
 FOLDER = "stabilised"
 FORMAT = "kronoscope-stabilised/1"
 INDEX = f"{FOLDER}/stabilised.index.json"
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """One reconstruction under way."""
-
-    params: ReconstructionParams
-    workspace: Workspace
-    whole: FactorSet
-    kappa_max: float
-    artifacts: Artifacts
-    """The place of the layers' files."""
-    shared: dict[int, ReconstructedSide] = field(default_factory=dict)
-    """A of layers that others share it with, by ordinal."""
-    kept: dict[int, Kept] = field(default_factory=dict)
-    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Entries of the index, by ordinal."""
-
-    def take(self, facts: LayerFacts, outcome: Outcome) -> None:
-        """Note what the summary and the indices need of a layer."""
-        if outcome.kept is not None:
-            self.kept[facts.ordinal] = outcome.kept
-        if outcome.entry is not None:
-            self.entries[facts.ordinal] = outcome.entry
-        if outcome.metrics.A is not None and facts.shared_A_with is None:
-            self.shared[facts.ordinal] = outcome.metrics.A
 
 
 class Reconstruction(LayerAnalysis[ReconstructionParams]):
@@ -86,7 +59,6 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
     kind = "reconstruction"
     cost = staticmethod(reconstruction_cost)
     divided = True
-    _run: _Run
 
     @override
     def require(self) -> None:
@@ -101,13 +73,13 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
         division = DividedLayers.of(self.workspace, self.whole)
         if division is not None:
             self.files = SentFiles(division=division, places=[self.workspace.ports.artifacts])
-        self._run = _Run(
-            params=self.params,
-            workspace=self.workspace,
-            whole=self.whole,
-            kappa_max=self.workspace.options.stabilisation.kappa_max or math.inf,
-            artifacts=self.files or self.workspace.ports.artifacts,
-        )
+        self._kappa_max = self.workspace.options.stabilisation.kappa_max or math.inf
+        self._artifacts: Artifacts = self.files or self.workspace.ports.artifacts
+        self._shared: dict[int, ReconstructedSide] = {}
+        """A of layers that others share it with, by ordinal."""
+        self._kept: dict[int, Kept] = {}
+        self._entries: dict[int, dict[str, Any]] = {}
+        """Entries of the index, by ordinal."""
 
     @override
     def layers(self) -> Iterator[Measured]:
@@ -126,19 +98,26 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
 
     @override
     def layer(self, layer: Measured) -> Outcome:
-        run, facts = self._run, layer.facts
+        facts = layer.facts
         outcome = recall(self.workspace, facts)
         if outcome is None:
-            metrics = _stabilised(run, layer)
-            outcome = Outcome(metrics=metrics, kept=run.kept.get(facts.ordinal), entry=run.entries.get(facts.ordinal))
+            metrics = self._stabilised(layer)
+            kept, entry = self._kept.get(facts.ordinal), self._entries.get(facts.ordinal)
+            outcome = Outcome(metrics=metrics, kept=kept, entry=entry)
             remember(self.workspace, facts, outcome)
         # the next layer may share its A
-        run.take(facts, outcome)
+        self.take(layer, outcome)
         return outcome
 
     @override
     def take(self, layer: Measured, outcome: Outcome) -> ReconstructionMetrics:
-        self._run.take(layer.facts, outcome)
+        facts = layer.facts
+        if outcome.kept is not None:
+            self._kept[facts.ordinal] = outcome.kept
+        if outcome.entry is not None:
+            self._entries[facts.ordinal] = outcome.entry
+        if outcome.metrics.A is not None and facts.shared_A_with is None:
+            self._shared[facts.ordinal] = outcome.metrics.A
         return outcome.metrics
 
     @override
@@ -155,12 +134,7 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
         )
 
     @override
-    def finish(self) -> None:
-        _write_indices(self._run)
-
-    @override
     def summary(self) -> ReconstructionSummary:
-        run = self._run
         own: list[ReconstructedSide] = []
         lacking = []
         for facts in self.whole.layers:
@@ -180,202 +154,196 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
             layers=len(self.whole.layers),
             branches=self.branches,
             factors=len(own),
-            kappa_max=run.kappa_max,
+            kappa_max=self._kappa_max,
             route=self.params.route,
             clipped=clipped,
             eigenvalues=eigenvalues,
             clipped_share=clipped / eigenvalues if eigenvalues else None,
             mass_share=sum(side.mass or 0 for side in own) / before if before > 0 else None,
-            floor_kept=min((_kept_share(side) for side in own if side.clipped and side.floor), default=None),
+            floor_kept=min(
+                ((side.floor_reached or 0.0) / side.floor for side in own if side.clipped and side.floor), default=None
+            ),
             kappa_reached=None if None in kappas else max(reached, default=None),
             relative_error=max(errors, default=None),
             not_stabilised=tuple(lacking),
         )
 
+    def _stabilised(self, layer: Measured) -> ReconstructionMetrics:
+        facts, params = layer.facts, self.params
+        factors = self.whole.load(facts.ordinal)
+        made_a = made_g = None
+        side_a = None if facts.shared_A_with is None else self._shared.get(facts.shared_A_with)
+        if params.sides != "G" and facts.shared_A_with is None and facts.form not in ("block", "diagonal_block"):
+            made_a = self._made(layer, factors.side_A, "A")
+            self._shared[facts.ordinal] = side_a = made_a.side
+        if params.sides != "A":
+            made_g = self._made(layer, factors.side_G, "G")
+        side_g = None if made_g is None else made_g.side
+        artifact = None
+        if params.keep_matrices and facts.module == GIVEN_MATRIX:
+            artifact = f"{FOLDER}/matrix.safetensors"
+            self._write_given(layer, made_g, artifact)
+        elif params.keep_matrices:
+            artifact = f"{FOLDER}/{facts.ordinal}.safetensors"
+            self._write(layer, factors, {"A": made_a, "G": made_g}, artifact)
+        for side in (side_a, side_g):
+            if side is not None and side.floor_reached is not None and side.floor_reached < 0.5 * (side.floor or 0):
+                self.workspace.ports.log(
+                    "warning",
+                    f"layer `{facts.name}`: the smallest eigenvalue came out as {side.floor_reached:.3g} for a "
+                    f"floor of {side.floor:.3g}: the factors' precision can not hold κ_max = {self._kappa_max:.3g}; "
+                    "take `collection.dtype: float64`, or `reconstruction.route: eigenbasis`",
+                )
+        return ReconstructionMetrics(
+            form=facts.form,
+            kappa_max=self._kappa_max,
+            A=side_a if params.sides != "G" else None,
+            G=side_g,
+            shared_A_with=None if facts.shared_A_with is None else self.whole.layers[facts.shared_A_with].name,
+            artifact=artifact,
+        )
 
-def _stabilised(run: _Run, layer: Measured) -> ReconstructionMetrics:
-    facts, params, workspace = layer.facts, run.params, run.workspace
-    factors = run.whole.load(facts.ordinal)
-    made_a = made_g = None
-    side_a = None if facts.shared_A_with is None else run.shared.get(facts.shared_A_with)
-    if params.sides != "G" and facts.shared_A_with is None and facts.form not in ("block", "diagonal_block"):
-        made_a = _made(run, layer, factors.side_A, "A")
-        run.shared[facts.ordinal] = side_a = made_a.side
-    if params.sides != "A":
-        made_g = _made(run, layer, factors.side_G, "G")
-    side_g = None if made_g is None else made_g.side
-    artifact = None
-    if params.keep_matrices and facts.module == GIVEN_MATRIX:
-        artifact = f"{FOLDER}/matrix.safetensors"
-        _write_given(run, layer, made_g, artifact)
-    elif params.keep_matrices:
-        artifact = f"{FOLDER}/{facts.ordinal}.safetensors"
-        _write(run, layer, factors, {"A": made_a, "G": made_g}, artifact)
-    for side in (side_a, side_g):
-        if side is not None and side.floor_reached is not None and side.floor_reached < 0.5 * (side.floor or 0):
-            workspace.ports.log(
-                "warning",
-                f"layer `{facts.name}`: the smallest eigenvalue came out as {side.floor_reached:.3g} for a floor of "
-                f"{side.floor:.3g}: the factors' precision can not hold κ_max = {run.kappa_max:.3g}; take `collection."
-                "dtype: float64`, or `reconstruction.route: eigenbasis`",
+    def _made(self, layer: Measured, kept: Operator, side: Literal["A", "G"]) -> Made:
+        """One side by the route that was asked for; one that is never made dense as an eigenbasis or operator."""
+        spectrum = layer.A.spectrum if side == "A" else layer.G.spectrum
+        name = layer.facts.name
+        if not isinstance(kept, Dense):
+            return clip_structured(layer, kept, self._kappa_max)
+        factor, scale = kept.stored, kept.scale
+        wide = kept_dtype(factor.dtype)
+        if spectrum is None:
+            return not_stabilised(kept.size, "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
+        if kept.is_diagonal and self.params.route == "eigenbasis":
+            return in_eigenbasis(kept.diagonal(), None, self._kappa_max, wide, kind="diagonal")
+        if kept.is_diagonal:
+            values, vectors = torch.sort(factor.to(torch.float64)).values, None
+        else:
+            basis = layer.load_basis(side)
+            # another analysis of the job may have them wider
+            values, vectors = basis.values / scale, None if basis.vectors is None else basis.vectors.to(wide)
+        given = None
+        if layer.facts.module == GIVEN_MATRIX and vectors is not None:
+            scale, values = 1.0, (given := self._given_values(name, factor, values.clone(), vectors))
+        if self.params.route == "eigenbasis":
+            made = in_eigenbasis(values * scale, vectors, self._kappa_max, wide, kind="matrix")
+        else:
+            decomposed = DecomposedFactor(layer=name, factor=factor, scale=scale, values=values, vectors=vectors)
+            made = rebuild(self.workspace, decomposed, self._kappa_max, self.params.placement)
+        return replace(made, side=replace(made.side, smallest=float(values[0]))) if given is not None else made
+
+    def _given_values(self, name: str, factor: Tensor, values: Tensor, vectors: Tensor) -> Tensor:
+        """Eigenvalues of a matrix that no collection made, which may be indefinite: decompositions cut off at zero."""
+        cut = int((values <= 0).sum())
+        if cut:
+            columns = vectors[:, :cut].to(torch.float64)
+            # kept in float32, they are of length 1 to its rounding only
+            squares = columns.square().sum(0)
+            values[:cut] = ((columns * wide_product(factor, columns)).sum(0) / squares).sort().values
+        if float(values[-1]) <= 0 and float(values[0]) < 0:
+            raise BrokenFactors(
+                f"`{name}` has no positive eigenvalue, so that λ_max/κ_max is no floor; did you mean its negative?",
+                layer=name,
+                pointer="/factors/path",
             )
-    return ReconstructionMetrics(
-        form=facts.form,
-        kappa_max=run.kappa_max,
-        A=side_a if params.sides != "G" else None,
-        G=side_g,
-        shared_A_with=None if facts.shared_A_with is None else run.whole.layers[facts.shared_A_with].name,
-        artifact=artifact,
-    )
+        rounding = factor.shape[0] * torch.finfo(factor.dtype).eps * float(values[-1])
+        if float(values[0]) < -rounding:
+            self.workspace.ports.log(
+                "warning",
+                f"`{name}` is indefinite: the smallest eigenvalue is {float(values[0]):.3g}, and what lies below zero "
+                f"by more than rounding numbers {int((values < -rounding).sum())}; it is raised to the floor like the "
+                "rest",
+            )
+        return values
 
-
-def _made(run: _Run, layer: Measured, kept: Operator, side: Literal["A", "G"]) -> Made:
-    """One side by the route that was asked for; one that is never made dense as an eigenbasis or operator."""
-    spectrum = layer.A.spectrum if side == "A" else layer.G.spectrum
-    name = layer.facts.name
-    if not isinstance(kept, Dense):
-        return clip_structured(layer, kept, run.kappa_max)
-    factor, scale = kept.stored, kept.scale
-    wide = kept_dtype(factor.dtype)
-    if spectrum is None:
-        return not_stabilised(kept.size, "matrix", f"it has more than the {LARGEST} rows that eigensolvers take")
-    if kept.is_diagonal and run.params.route == "eigenbasis":
-        return in_eigenbasis(kept.diagonal(), None, run.kappa_max, wide, kind="diagonal")
-    if kept.is_diagonal:
-        values, vectors = torch.sort(factor.to(torch.float64)).values, None
-    else:
-        basis = layer.load_basis(side)
-        # another analysis of the job may have them wider
-        values, vectors = basis.values / scale, None if basis.vectors is None else basis.vectors.to(wide)
-    decomposed = DecomposedFactor(layer=name, factor=factor, scale=scale, values=values, vectors=vectors)
-    if layer.facts.module == GIVEN_MATRIX and vectors is not None:
-        return _of_given(run, replace(decomposed, scale=1.0), vectors)
-    if run.params.route == "eigenbasis":
-        return in_eigenbasis(values * scale, vectors, run.kappa_max, wide, kind="matrix")
-    return rebuild(run.workspace, decomposed, run.kappa_max, run.params.placement)
-
-
-def _of_given(run: _Run, decomposed: DecomposedFactor, vectors: Tensor) -> Made:
-    """Stabilise a matrix that no collection made, which may be indefinite; a decomposition cuts values off at zero."""
-    name, factor, values = decomposed.layer, decomposed.factor, decomposed.values.clone()
-    cut = int((values <= 0).sum())
-    if cut:
-        columns = vectors[:, :cut].to(torch.float64)
-        # kept in float32, they are of length 1 to its rounding only
-        squares = columns.square().sum(0)
-        values[:cut] = ((columns * wide_product(factor, columns)).sum(0) / squares).sort().values
-    if float(values[-1]) <= 0 and float(values[0]) < 0:
-        raise BrokenFactors(
-            f"`{name}` has no positive eigenvalue, so that λ_max/κ_max is no floor; did you mean its negative?",
-            layer=name,
-            pointer="/factors/path",
-        )
-    rounding = factor.shape[0] * torch.finfo(factor.dtype).eps * float(values[-1])
-    if float(values[0]) < -rounding:
-        run.workspace.ports.log(
-            "warning",
-            f"`{name}` is indefinite: the smallest eigenvalue is {float(values[0]):.3g}, and what lies below zero "
-            f"by more than rounding numbers {int((values < -rounding).sum())}; it is raised to the floor like the rest",
-        )
-    if run.params.route == "eigenbasis":
-        made = in_eigenbasis(values, vectors, run.kappa_max, kept_dtype(factor.dtype), kind="matrix")
-    else:
-        made = rebuild(run.workspace, replace(decomposed, values=values), run.kappa_max, run.params.placement)
-    return replace(made, side=replace(made.side, smallest=float(values[0])))
-
-
-def _write(
-    run: _Run, layer: Measured, factors: Factors, made: Mapping[Literal["A", "G"], Made | None], name: str
-) -> None:
-    """One layer's file: packed triangles as a collection writes them, wherever both sides are matrices."""
-    facts, artifacts = layer.facts, run.artifacts
-    contents = {side: each.content for side, each in made.items() if each is not None}
-    matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
-    scales = {"A": factors.scale_A, "G": factors.scale_G}
-    run.entries[facts.ordinal] = {
-        "ordinal": facts.ordinal,
-        "name": facts.name,
-        "form": facts.form,
-        "holder_of_A": facts.leader,
-        "sides": {
-            side: each.entry()
-            if isinstance(each, ClippedSide)
-            else {
-                "kind": "none" if each is None else "matrix",
-                "floor": None,
-                "scale": 1.0 if each is None else scales[side],
-            }
-            for side, each in contents.items()
-        },
-    }
-    if run.params.route == "rebuild" and factors.side_G.kind == "dense":
-        write_factors(artifacts, facts, replace(factors, head_diagonal=None, **matrices), name)
-        record = layer.record
-        digests = {side: each.side.digest for side, each in made.items() if each is not None}
-        shared = run.shared.get(facts.leader)
-        run.kept[facts.ordinal] = Kept(
-            digest_A=str(record.digest_A if shared is None else shared.digest),
-            digest_G=str(digests.get("G") or record.digest_G),
-            scale_A=factors.scale_A,
-            scale_G=factors.scale_G,
-            ekfac={},
-            metadata_G={},
-        )
-        return
-    tensors: dict[str, Tensor] = {}
-    for side, content in contents.items():
-        if isinstance(content, ClippedSide):
-            tensors |= content.tensors(PREFIX[side])
-        elif isinstance(content, Tensor):
-            tensors[f"{PREFIX[side]}_covariance"] = packed(content)
-    artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
-
-
-def _write_given(run: _Run, layer: Measured, made: Made | None, name: str) -> None:
-    """A matrix of the caller's comes back as it came: square, under its own name."""
-    if made is None or made.content is None:
-        return
-    content, name_of = made.content, layer.facts.name
-    tensors = {name_of: content} if isinstance(content, Tensor) else content.tensors(name_of)
-    side = {
-        "kind": "matrix" if isinstance(content, Tensor) else "eigenbasis",
-        "floor": made.side.floor,
-        "scale": 1.0,
-        "stored_as": name_of,
-    }
-    run.entries[layer.facts.ordinal] = {
-        "ordinal": layer.facts.ordinal,
-        "name": layer.facts.name,
-        "form": layer.facts.form,
-        "holder_of_A": layer.facts.ordinal,
-        "file": name.removeprefix(f"{FOLDER}/"),
-        "sides": {"G": side},
-    }
-    metadata = {"format": FORMAT, "kappa_max": repr(run.kappa_max), "floor": repr(made.side.floor)}
-    run.artifacts.save_tensors(name, tensors, metadata)
-
-
-def _write_indices(run: _Run) -> None:
-    """Indices last, so that their presence says that all is there.
-
-    Where every side is a matrix, they are factors as a collection leaves them, for their readers.
-    """
-    artifacts, layers = run.workspace.ports.artifacts, run.whole.layers
-    if not run.params.keep_matrices or any(facts.ordinal not in run.kept | run.entries for facts in layers):
-        return
-    if len(run.kept) == len(layers):
-        collection = replace(run.whole.collection, ekfac=False)
-        write_index(artifacts, replace(run.whole, collection=collection), run.kept, f"{FOLDER}/factors.index.json")
-    else:
-        artifacts.save_json(
-            INDEX,
-            {
-                "format": FORMAT,
-                "kappa_max": run.kappa_max,
-                "layers": [run.entries[facts.ordinal] for facts in layers],
+    def _write(
+        self, layer: Measured, factors: Factors, made: Mapping[Literal["A", "G"], Made | None], name: str
+    ) -> None:
+        """One layer's file: packed triangles as a collection writes them, wherever both sides are matrices."""
+        facts, artifacts = layer.facts, self._artifacts
+        contents = {side: each.content for side, each in made.items() if each is not None}
+        matrices: dict[str, Any] = {side: each for side, each in contents.items() if isinstance(each, Tensor)}
+        scales = {"A": factors.scale_A, "G": factors.scale_G}
+        self._entries[facts.ordinal] = {
+            "ordinal": facts.ordinal,
+            "name": facts.name,
+            "form": facts.form,
+            "holder_of_A": facts.leader,
+            "sides": {
+                side: each.entry()
+                if isinstance(each, ClippedSide)
+                else {
+                    "kind": "none" if each is None else "matrix",
+                    "floor": None,
+                    "scale": 1.0 if each is None else scales[side],
+                }
+                for side, each in contents.items()
             },
-        )
+        }
+        if self.params.route == "rebuild" and factors.side_G.kind == "dense":
+            write_factors(artifacts, facts, replace(factors, head_diagonal=None, **matrices), name)
+            record = layer.record
+            digests = {side: each.side.digest for side, each in made.items() if each is not None}
+            shared = self._shared.get(facts.leader)
+            self._kept[facts.ordinal] = Kept(
+                digest_A=str(record.digest_A if shared is None else shared.digest),
+                digest_G=str(digests.get("G") or record.digest_G),
+                scale_A=factors.scale_A,
+                scale_G=factors.scale_G,
+                ekfac={},
+                metadata_G={},
+            )
+            return
+        tensors: dict[str, Tensor] = {}
+        for side, content in contents.items():
+            if isinstance(content, ClippedSide):
+                tensors |= content.tensors(PREFIX[side])
+            elif isinstance(content, Tensor):
+                tensors[f"{PREFIX[side]}_covariance"] = packed(content)
+        artifacts.save_tensors(name, tensors, {"format": FORMAT, "layer": facts.name})
 
+    def _write_given(self, layer: Measured, made: Made | None, name: str) -> None:
+        """A matrix of the caller's comes back as it came: square, under its own name."""
+        if made is None or made.content is None:
+            return
+        content, name_of = made.content, layer.facts.name
+        tensors = {name_of: content} if isinstance(content, Tensor) else content.tensors(name_of)
+        side = {
+            "kind": "matrix" if isinstance(content, Tensor) else "eigenbasis",
+            "floor": made.side.floor,
+            "scale": 1.0,
+            "stored_as": name_of,
+        }
+        self._entries[layer.facts.ordinal] = {
+            "ordinal": layer.facts.ordinal,
+            "name": layer.facts.name,
+            "form": layer.facts.form,
+            "holder_of_A": layer.facts.ordinal,
+            "file": name.removeprefix(f"{FOLDER}/"),
+            "sides": {"G": side},
+        }
+        metadata = {"format": FORMAT, "kappa_max": repr(self._kappa_max), "floor": repr(made.side.floor)}
+        self._artifacts.save_tensors(name, tensors, metadata)
 
-def _kept_share(side: ReconstructedSide) -> float:
-    return (side.floor_reached or 0.0) / (side.floor or 1.0)
+    @override
+    def finish(self) -> None:
+        """Indices last, so that their presence says that all is there.
+
+        Where every side is a matrix, they are factors as a collection leaves them, for their readers.
+        """
+        artifacts, layers = self.workspace.ports.artifacts, self.whole.layers
+        if not self.params.keep_matrices or any(facts.ordinal not in self._kept | self._entries for facts in layers):
+            return
+        if len(self._kept) == len(layers):
+            collection = replace(self.whole.collection, ekfac=False)
+            write_index(
+                artifacts, replace(self.whole, collection=collection), self._kept, f"{FOLDER}/factors.index.json"
+            )
+        else:
+            artifacts.save_json(
+                INDEX,
+                {
+                    "format": FORMAT,
+                    "kappa_max": self._kappa_max,
+                    "layers": [self._entries[facts.ordinal] for facts in layers],
+                },
+            )

@@ -1,10 +1,10 @@
 """Remembered rows: what a reconstruction has made of a layer, stored for an attempt that begins after it."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from catalog.analyses.reconstruction import ReconstructedSide, ReconstructionMetrics
+from catalog.analyses.reconstruction import ReconstructionMetrics
+from catalog.record_reader import read
 from engine.artifacts import load_sealed, save_sealed
 from engine.factors.factor_files import Kept
 from engine.factors.factor_set import LayerFacts
@@ -48,13 +48,8 @@ def recall(workspace: Workspace, facts: LayerFacts) -> Outcome | None:
         table = load_sealed(workspace.ports.scratch, _file(facts))
         if table["conditions"] != dict(workspace.resume.conditions):
             return None
-        metrics = dict(table["metrics"])
-        sides = {
-            side: None if metrics[side] is None else ReconstructedSide(**metrics[side] | _rungs(metrics[side]))
-            for side in ("A", "G")
-        }
         return Outcome(
-            metrics=ReconstructionMetrics(**{**metrics, **sides}),
+            metrics=read(ReconstructionMetrics, table["metrics"], "metrics"),
             kept=None if table["kept"] is None else Kept(**table["kept"]),
             entry=table["entry"],
         )
@@ -66,7 +61,3 @@ def recall(workspace: Workspace, facts: LayerFacts) -> Outcome | None:
 
 def _file(facts: LayerFacts) -> str:
     return f"{_KIND}/{facts.ordinal}.json"
-
-
-def _rungs(side: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rungs": tuple(side["rungs"])}
