@@ -209,8 +209,7 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
     @staticmethod
     @override
     def cost(params: SensitivityParams, job: PlannedJob) -> Cost:
-        model, item = job.workspace.inputs.model, job.probe.dtype.itemsize
-        trainable = 0 if model is None else item * sum(each.numel() for each in model.parameters())
+        trainable = job.parameter_bytes
         terms = [*job.carried(KIND), term("weights and gradient", "2 · P", 2 * trainable, "host", KIND)]
         task = job.workspace.inputs.task
         if task is not None and task.type not in EMBEDDINGS:

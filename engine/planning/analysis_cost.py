@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from catalog import ANALYSES, PLANNED_STAGES
 from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Budgeted, Plan, Source, Stage, Term
+from engine.memory.plan import Budgeted, Place, Plan, Source, Stage, Term
 from engine.planning.collection.memory import correction_bytes
 from engine.planning.collection.seconds import Work, with_seconds
 from engine.planning.decomposition_memory import kept_as
@@ -48,7 +48,7 @@ def with_disk(
     if workspace.saves_checkpoints:
         sums = next((term.size_bytes for term in plan.terms if term.name == "accumulators"), 0)
         formula = "2 · the sums under way: the last one stands until the next is whole"
-        terms.append(_term("checkpoints", formula, 2 * sums, "collection", source="estimated"))
+        terms.append(term("checkpoints", formula, 2 * sums, "disk", "collection", source="estimated"))
     if plan.chosen.corrections and workspace.ports.scratch is not None and len(plan.chosen.corrections) > 1:
         size = sum(correction_bytes(layer, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers)
         terms += _from(plan, "correction", "corrections", "Σ in² + out² + in · out", size)
@@ -66,22 +66,11 @@ def with_disk(
     return replace(plan, terms=(*plan.terms, *terms))
 
 
-def _from(
-    plan: Plan,
-    first: Stage,
-    name: str,
-    formula: str,
-    size: int,
-    *,
-    source: Source = "exact",
-) -> list[Term]:
+def _from(plan: Plan, first: Stage, name: str, formula: str, size: int, *, source: Source = "exact") -> list[Term]:
     """A term for every stage of ``plan`` from ``first`` on."""
     later = PLANNED_STAGES[PLANNED_STAGES.index(first) :]
-    return [_term(name, formula, size, stage, source=source) for stage in plan.stages if stage in later and size]
-
-
-def _term(name: str, formula: str, size: int, stage: Stage, *, source: Source = "exact") -> Term:
-    return Term(name=name, formula=formula, size_bytes=size, place="disk", source=source, stage=stage)
+    stages = [stage for stage in plan.stages if stage in later and size]
+    return [term(name, formula, size, "disk", stage, source=source) for stage in stages]
 
 
 _CARRIED = ("factors", "bases", "corrections")
@@ -123,6 +112,12 @@ class PlannedJob:
     def place(self) -> Budgeted:
         """The place of what the device holds: the host where it is the processor."""
         return "device" if self.device.type == "cuda" else "host"
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of every number of the model's parameters once, covered or not; 0 without a model."""
+        model = self.workspace.inputs.model
+        return 0 if model is None else self.probe.dtype.itemsize * sum(each.numel() for each in model.parameters())
 
     @property
     def stored(self) -> torch.dtype:
@@ -174,10 +169,17 @@ class PlannedJob:
 
 
 def term(
-    name: str, formula: str, size: int, place: Literal["device", "host", "disk"], stage: str, layer: str | None = None
+    name: str,
+    formula: str,
+    size: int,
+    place: Place,
+    stage: str,
+    layer: str | None = None,
+    *,
+    source: Source = "exact",
 ) -> Term:
-    """Return a term that shapes give exactly."""
-    return Term(name=name, formula=formula, size_bytes=size, place=place, source="exact", stage=stage, layer=layer)
+    """Return a term, by default one that shapes give exactly."""
+    return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage, layer=layer)
 
 
 def with_analyses(plan: Plan, workspace: Workspace, probe: Probe, budget: MemoryBudget, work: Work) -> Plan:

@@ -36,8 +36,7 @@ def capacity_cost(params: CapacityParams, job: PlannedJob) -> Cost:
     probe, place, terms = job.probe, job.place, job.carried(_STAGE)
     spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
     terms.append(term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
-    products = term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", _STAGE)
-    terms.append(replace(products, source="estimated"))
+    terms.append(term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", _STAGE, source="estimated"))
     for layer in probe.layers:
         terms += job.read_back(layer, _STAGE, copies=int(job.passes > 1))
         each = probe.kept(layer)
@@ -69,10 +68,10 @@ def _cross_check(params: CapacityParams, job: PlannedJob) -> list[Term]:
         if each.stage == "collection" and each.name in ("activations", "outputs"):
             copies = _DERIVATIVES if params.cross_check_iterations else 1
             formula = f"{copies} · ({each.formula})" if copies > 1 else each.formula
-            graphs = replace(each, stage=_CHECK, size_bytes=copies * each.size_bytes, formula=formula)
-            terms.append(replace(graphs, source="estimated"))
+            size = copies * each.size_bytes
+            terms.append(replace(each, stage=_CHECK, size_bytes=size, formula=formula, source="estimated"))
     held = {place: job.stage_bytes(place, _CHECK, terms) for place in BUDGETED}
-    probing = probe_bytes(several, vector)
+    probing = (2 * several + 2) * vector
     ways = [(probing if cuda else 0, 0 if cuda else probing, f"(2 · {several} + 2) · P, {several} probes at once")]
     if params.cross_check_iterations:
         searches = [
@@ -118,11 +117,6 @@ def _cross_check_seconds(work: Work, params: CapacityParams, blocks: int) -> flo
 def probes_at_once(probes: int, vector_bytes: int, free_bytes: int) -> int:
     """Return how many probes one pass takes, 1 to 8, in a quarter of the free bytes; a slice's graph stands beside."""
     return max(1, min(probes, _AT_ONCE, free_bytes // max(8 * vector_bytes, 1)))
-
-
-def probe_bytes(at_once: int, vector_bytes: int) -> int:
-    """Return the bytes of several probes in one pass."""
-    return (2 * at_once + 2) * vector_bytes
 
 
 def search_lengths(iterations: int) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ All of it is computed on the host in float64. Of the second set nothing is known
 large as the first, whose layers it is compared with.
 """
 
+from functools import partial
+
 import torch
 
 from catalog.analyses.compare_curvature import CompareCurvatureParams
@@ -11,12 +13,12 @@ from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import rungs
 from engine.memory.device_speed import typical_speed
-from engine.memory.plan import Term
 from engine.operators.comparison import MOST_PRODUCTS
-from engine.planning.analysis_cost import Cost, PlannedJob
+from engine.planning.analysis_cost import Cost, PlannedJob, term
 
 _STAGE = "compare_curvature"
 _HOST = torch.device("cpu")
+_term = partial(term, place="host", stage=_STAGE, source="estimated")
 _STARTS_A_LAYER = 2000
 """Starts of operations for one layer, whatever its size."""
 _PANELS = 8 * 2 * 2**20
@@ -41,22 +43,16 @@ def comparison_cost(params: CompareCurvatureParams, job: PlannedJob) -> Cost:
     for layer in probe.layers:
         read = copies * read_back_bytes(layer, probe, kept)
         formula = "in² + out² of both sets, as kept" if copies > 1 else "in² + out² of the second set, as kept"
-        terms.append(_term("read back", formula, read, layer.name))
+        terms.append(_term("read back", formula, read, layer=layer.name))
         leading = sum(2 * 8 * side * min(most, side) for side in (layer.in_dim, layer.out_dim))
-        terms.append(_term("eigenvectors", "2 · (in + out) · k · 8", leading, layer.name))
+        terms.append(_term("eigenvectors", "2 · (in + out) · k · 8", leading, layer=layer.name))
         room = job.budget.host_bytes - held - read
         working = max(_side_bytes(side, rows, kept, room) for side, rows in _sides(layer, probe))
         products = layer.in_dim * layer.out_dim
         if products <= MOST_PRODUCTS:
             working = max(working, _PRODUCT_BYTES * products)
-        terms.append(
-            _term(
-                "decompositions",
-                "of one factor; 3 · n² · 8 of a pencil; or 40 · in · out of the products in order",
-                working,
-                layer.name,
-            )
-        )
+        formula = "of one factor; 3 · n² · 8 of a pencil; or 40 · in · out of the products in order"
+        terms.append(_term("decompositions", formula, working, layer=layer.name))
     return Cost(terms=tuple(terms), seconds={_STAGE: _seconds(job)})
 
 
@@ -93,9 +89,3 @@ def _side_bytes(size: int, rows: int | None, kept: torch.dtype, room: int) -> in
     fitting = [each.host_bytes for each in ladder if each.host_bytes <= room]
     decomposing = fitting[0] if fitting else min((each.host_bytes for each in ladder), default=0)
     return spanned + max(decomposing, 24 * size**2)
-
-
-def _term(name: str, formula: str, size: int, layer: str | None = None) -> Term:
-    return Term(
-        name=name, formula=formula, size_bytes=size, place="host", source="estimated", stage=_STAGE, layer=layer
-    )

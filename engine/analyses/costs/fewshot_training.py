@@ -40,13 +40,12 @@ from engine.memory.plan import (
     Budgeted,
     Chosen,
     Enough,
-    Place,
     Plan,
-    Source,
     Term,
     readable_bytes,
 )
 from engine.model.pass_peak import StorageEvents
+from engine.planning.analysis_cost import term
 from engine.planning.job_plan import named_budget, smallest_budget
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.split_gradients import slices_inputs
@@ -253,38 +252,40 @@ class TrainingPlans:
 
     def _terms(self, way: TrainingWay) -> Iterator[Term]:
         yield Term(name="process", formula="resident now", size_bytes=self.held_bytes, place="host", source="measured")
-        yield _term("libraries", "a constant, measured", LIBRARY_BYTES, "host", "throughout", "estimated")
+        yield term("libraries", "a constant, measured", LIBRARY_BYTES, "host", "throughout", source="estimated")
         if self.place == "device":
             formula = "2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured"
-            yield _term("libraries", formula, DEVICE_LIBRARY_BYTES, "device", "throughout", "estimated")
+            yield term("libraries", formula, DEVICE_LIBRARY_BYTES, "device", "throughout", source="estimated")
         held = sum(split.held_bytes for split in images_of(self.workspace).splits.values())
-        yield _term("drawn images", "as many as are held of each split", held, "host", "throughout")
+        yield term("drawn images", "as many as are held of each split", held, "host", "throughout")
         if self.place == "host" and not self.maps_blocks:
             kept = kept_activations(self.model.backbone, self.shape, self.dtype).of(self.params.images)
             formula = "activations of an episode, at most 256 MiB, measured"
-            yield _term("freed blocks", formula, min(_MOST_FREED, kept), "host", "throughout", "estimated")
+            yield term("freed blocks", formula, min(_MOST_FREED, kept), "host", "throughout", source="estimated")
         weights = sum(each.nbytes for each in self.model.state_dict().values())
         # beside a device: those before them while they are replaced, or a checkpoint's model and moments as it is read
         copies = 1 if self.place == "host" else 4 if self.workspace.saves_checkpoints else 2
         formula = "those of the best epoch" + ("" if copies == 1 else f", and {copies - 1} copies on their way")
-        yield _term("kept weights", formula, copies * weights, "host", "throughout")
+        yield term("kept weights", formula, copies * weights, "host", "throughout")
         for name, size in self._memory(way.head_slices).peak(way.way).parts.items():
             # without an epoch no step is made, and the model alone is there
             if self.params.num_epoch or name == WEIGHTS:
-                yield _term(name, PARTS[name], size, self.place, TRAINING, "traced")
-        yield _term("weights", "Σ bytes, of the kept model and the untrained one", 2 * weights, self.place, TESTING)
+                yield term(name, PARTS[name], size, self.place, TRAINING, source="traced")
+        yield term("weights", "Σ bytes, of the kept model and the untrained one", 2 * weights, self.place, TESTING)
         passed = self._pass_bytes(way)
         scored = self._once(("head", way.head_slices), lambda: self._head_bytes(way))
-        yield _term("pass", "images, and a pass without a graph", passed, self.place, TESTING, "traced")
-        yield _term("head", "beyond the pass", max(0, scored - passed), self.place, TESTING, "traced")
+        yield term("pass", "images, and a pass without a graph", passed, self.place, TESTING, source="traced")
+        yield term("head", "beyond the pass", max(0, scored - passed), self.place, TESTING, source="traced")
         if self.place == "host" and self.dtype == torch.float32:
             padded = padded_bytes(self.model.backbone, self.shape, way.way.chunk or self.params.images)
-            yield _term("padded channels", "N or chunk · 16⌈C/16⌉ · HW", padded, "host", "throughout", "estimated")
+            yield term(
+                "padded channels", "N or chunk · 16⌈C/16⌉ · HW", padded, "host", "throughout", source="estimated"
+            )
         if self.workspace.saves_checkpoints and self.params.num_epoch:
             state = 3 * weights + weights
             formula = "2 · (weights and moments), and the kept weights"
-            yield _term("checkpoints", formula, 2 * state, "disk", TRAINING, "estimated")
-        yield _term("model.safetensors", "the kept weights", weights, "disk", TESTING)
+            yield term("checkpoints", formula, 2 * state, "disk", TRAINING, source="estimated")
+        yield term("model.safetensors", "the kept weights", weights, "disk", TESTING)
 
     def _memory(self, slices: int) -> StepMemory:
         """The memory of a step whose head takes queries in so many slices."""
@@ -361,10 +362,6 @@ class TrainingPlans:
         epoch = params.n_episode * (step + 3 * begun) + params.test_iter * (forward + begun)
         # the kept model on test classes, the untrained one on both splits
         return {TRAINING: params.num_epoch * epoch, TESTING: 3 * params.test_iter * (forward + begun)}
-
-
-def _term(name: str, formula: str, size: int, place: Place, stage: str, source: Source = "exact") -> Term:
-    return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
 
 
 def images_of(workspace: Workspace) -> ImageData:

@@ -18,8 +18,7 @@ _OF_A_PRODUCT = 3
 def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
     """Return the bytes and the seconds of the influence."""
     workspace, item = job.workspace, job.probe.dtype.itemsize
-    model, query = workspace.inputs.model, workspace.inputs.query
-    trainable = 0 if model is None else item * sum(each.numel() for each in model.parameters())
+    query, trainable = workspace.inputs.query, job.parameter_bytes
     queries = params.block if query is None else query.examples or params.block
     block, work = min(params.block, queries), job.work
     # all of them, where a piece of a divided job collects some, or `update_freq` lets some enter

@@ -15,7 +15,6 @@ from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob, term
 from engine.planning.collection.seconds import batch_size
 from engine.planning.decomposition_memory import basis_dtype
-from engine.workspace import Workspace
 
 _STAGE = "natural_gradient"
 _STARTS_A_LAYER = 1000
@@ -26,7 +25,7 @@ _MATRICES = 4
 
 def natural_gradient_cost(params: NaturalGradientParams, job: PlannedJob) -> Cost:
     """Return the bytes and the seconds of the natural gradient."""
-    trainable = _trainable_bytes(job.workspace, job.probe.dtype.itemsize)
+    trainable = job.parameter_bytes
     terms = [*job.carried(_STAGE), term("gradient", "P", trainable, "host", _STAGE)]
     if "directions" in job.workspace.options.keep:
         kept = len(params.powers) * trainable
@@ -70,12 +69,6 @@ def _seconds(params: NaturalGradientParams, job: PlannedJob) -> float:
             each += kept * sum(side**2 for side in squares) / pace.disk_bytes_per_second
         total += layer.groups * (each + _STARTS_A_LAYER * pace.seconds_an_operation)
     return total
-
-
-def _trainable_bytes(workspace: Workspace, item: int) -> int:
-    """Return the bytes of every trainable number once, covered or not."""
-    model = workspace.inputs.model
-    return 0 if model is None else item * sum(parameter.numel() for parameter in model.parameters())
 
 
 def _row_inputs(job: PlannedJob, params: NaturalGradientParams) -> int:

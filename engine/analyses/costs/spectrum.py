@@ -17,7 +17,6 @@ once and done again by every later attempt, as rounding depends on them.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -48,26 +47,20 @@ _REREAD, _REREAD_AGAIN = 4, 8
 def choose_search(params: SpectrumParams, size: int, dtype: torch.dtype, free_bytes: int) -> dict[str, int]:
     """Choose the search's ``length`` and the ``columns`` of a pass: the largest of a few that fit, or the smallest."""
     vector = max(size * dtype.itemsize, 1)
-    bases = [length for length in _lengths(params, size) if _bases(params, size, length, dtype) <= _SHARE * free_bytes]
-    length = bases[0] if bases else _lengths(params, size)[-1]
-    columns = [count for count in _columns(params) if count * _BACK * vector <= (1 - _SHARE) * free_bytes]
-    return {"length": length, "columns": columns[0] if columns else 1}
+    tried, columns = _lengths(params, size), asked_at_once(params)
+    kept = {length: sum(each for _, _, each in _kept(params, size, length, dtype)) for length in tried}
+    length = next((length for length in tried if kept[length] <= _SHARE * free_bytes), tried[-1])
+    while columns > 1 and columns * _BACK * vector > (1 - _SHARE) * free_bytes:
+        columns //= 2
+    return {"length": length, "columns": columns}
 
 
 def _lengths(params: SpectrumParams, size: int) -> list[int]:
     """Basis vectors that are tried, the longest first: all that the products make, or a few times the wanted ones."""
-    wanted = params.count * (2 if params.end == "both" else 1)
+    wanted = _wanted(params)
     least = min(size, wanted + 4)
     tried = [params.most_products + SEARCH_WIDTH, 8 * wanted, 4 * wanted, 2 * wanted + 8, least]
     return sorted({max(min(each, size), least) for each in tried}, reverse=True)
-
-
-def _columns(params: SpectrumParams) -> Iterator[int]:
-    """Vectors of a pass that are tried, the most first."""
-    count = asked_at_once(params)
-    while count >= 1:
-        yield count
-        count //= 2
 
 
 def asked_at_once(params: SpectrumParams) -> int:
@@ -81,11 +74,6 @@ def _trace_asked(params: SpectrumParams) -> int:
     if params.trace == "none":
         return 0
     return params.trace_products // 2 if params.trace == "xtrace" else 2 * (params.trace_products // 3)
-
-
-def _bases(params: SpectrumParams, size: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of everything that is kept from pass to pass."""
-    return sum(each for _, _, each in _kept(params, size, length, dtype))
 
 
 def _kept(params: SpectrumParams, size: int, length: int, dtype: torch.dtype) -> Iterator[tuple[str, str, int]]:
@@ -130,8 +118,7 @@ def spectrum_cost(params: SpectrumParams, job: PlannedJob) -> Cost:
     if "kfac" in params.curvatures:
         spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
         terms.append(term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
-        products = term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host", _STAGE)
-        terms.append(replace(products, source="estimated"))
+        terms.append(term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host", _STAGE, source="estimated"))
     if not params.exact:
         return Cost(terms=tuple(terms), seconds=seconds)
     size = sum(layer.parameter_count for layer in probe.layers)
@@ -154,8 +141,7 @@ def spectrum_cost(params: SpectrumParams, job: PlannedJob) -> Cost:
     tangent = int(widest * examples / probe.examples) * probe.dtype.itemsize
     ways = _ways(params, probe, columns, chosen["length"], (graph, tangent))
     most = max(ways, key=lambda way: ways[way])
-    passing = term("a pass", f"{columns} columns: {most}", ways[most], place, _STAGE)
-    terms.append(replace(passing, source="estimated"))
+    terms.append(term("a pass", f"{columns} columns: {most}", ways[most], place, _STAGE, source="estimated"))
     return Cost(terms=tuple(terms), seconds=seconds, chosen={"search": chosen})
 
 
@@ -165,7 +151,7 @@ def _seconds(params: SpectrumParams, job: PlannedJob) -> float:
     forward = work.passing / 2 / max(1, (1 + work.directions) / 2)
     batches = -(-work.examples // work.batch)
     # the values and gradients that all columns of a pass share cost as much as one more
-    columns = expected_products(params) + expected_passes(params)
+    columns = _searched(params) + _sampled(params) + expected_passes(params)
     for of in params.exact:
         second = of == "hessian"
         operations = work.examples * columns * forward * (_SECOND if second else _FIRST)
@@ -179,17 +165,20 @@ def _seconds(params: SpectrumParams, job: PlannedJob) -> float:
 def _reread_bytes(params: SpectrumParams, probe: Probe) -> float:
     """Bytes of bases that the searches of one curvature read, in float64 as they are projected."""
     size = sum(layer.parameter_count for layer in probe.layers)
-    searched = expected_products(params) - _sampled(params)
+    searched = _searched(params)
     steps = min(params.steps, size) if params.density else 0
     # a basis is half as long on average as at the end
     rows = _REREAD_AGAIN * searched * min(searched, size) + _REREAD * params.probes * steps * steps
     return 8.0 * size * rows / 2
 
 
-def expected_products(params: SpectrumParams) -> int:
-    """Return about how many products a search makes."""
-    wanted = params.count * (2 if params.end == "both" else 1)
-    return min(params.most_products, 6 * wanted + 40) + _sampled(params)
+def _wanted(params: SpectrumParams) -> int:
+    return params.count * (2 if params.end == "both" else 1)
+
+
+def _searched(params: SpectrumParams) -> int:
+    """About how many products the search for the eigenvalues at the ends makes."""
+    return min(params.most_products, 6 * _wanted(params) + 40)
 
 
 def _sampled(params: SpectrumParams) -> int:
@@ -200,5 +189,4 @@ def _sampled(params: SpectrumParams) -> int:
 
 def expected_passes(params: SpectrumParams) -> int:
     """Return about how many passes over the data a search makes, where all columns go through at once."""
-    wanted = params.count * (2 if params.end == "both" else 1)
-    return max(params.steps if params.density else 0, min(params.most_products, 6 * wanted + 40))
+    return max(params.steps if params.density else 0, _searched(params))
