@@ -16,15 +16,15 @@ from starlette.concurrency import run_in_threadpool
 
 from api.background.maintenance import Maintenance
 from api.background.metrics_cache import MetricsCache
-from api.background.request_metrics import RequestMetrics, RequestMetricsMiddleware
-from api.connections.audit_trail import AuditMiddleware, RefusedLines
+from api.background.request_metrics import RequestMetrics
+from api.connections.audit_trail import AuditTrail
 from api.connections.client_addresses import ClientAddresses
 from api.live.job_watcher import JobWatcher
 from api.requests import exception_handlers
 from api.requests.auth import Reader, authenticate
 from api.requests.file_reads import FileReads
 from api.requests.limits import KeyLimitsMiddleware, Limits, RefusedKeysMiddleware
-from api.requests.middleware import HeadMiddleware, SecurityMiddleware
+from api.requests.middleware import AnswersMiddleware, HeadMiddleware, SecurityMiddleware
 from api.requests.openapi import check_parameters, openapi_document
 from api.routes import (
     analyses,
@@ -74,7 +74,7 @@ def create_app(settings: Settings) -> FastAPI:
             finally:
                 await run_in_threadpool(service.maintenance.stop)
         finally:
-            refused_lines.write()
+            audit_trail.write()
             service.metrics_cache.close()
             service.engine.dispose()
 
@@ -94,13 +94,12 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.connections = set()  # the server that runs it puts its own here
     request_metrics = RequestMetrics(lambda: limits.long_polls.open, lambda: len(app.state.connections))
     addresses = app.state.addresses = ClientAddresses(settings.trusted_proxies)
-    refused_lines = RefusedLines()
+    audit_trail = AuditTrail(addresses)
     app.add_middleware(KeyLimitsMiddleware, limits=limits)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(RefusedKeysMiddleware, addresses=addresses, limits=limits)
     app.add_middleware(SecurityMiddleware, embedded=settings.embedded, database_seconds=settings.database_seconds)
-    app.add_middleware(AuditMiddleware, addresses=addresses, refused_lines=refused_lines)
-    app.add_middleware(RequestMetricsMiddleware, request_metrics=request_metrics)
+    app.add_middleware(AnswersMiddleware, notes=(audit_trail.record, request_metrics.count))
     exception_handlers.install(app)
     rooms = (jobs, comparison, events, results, artifacts, exports, estimates, analyses, devices, health, metrics)
     for room in (*rooms, dashboard, uploads, webhooks):

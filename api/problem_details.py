@@ -89,13 +89,13 @@ def invalid_parameter(parameter: str, message: str, *, code: str = "invalid_valu
     Returns:
         A refusal with status 422.
     """
-    return Refusal(
-        422,
-        "invalid-parameter",
-        "A parameter is not accepted",
-        f"`{parameter}` {message}",
-        errors=[Fault(pointer=None, parameter=parameter, code=code, message=message)],
-    )
+    fault = Fault(pointer=None, parameter=parameter, code=code, message=message)
+    return invalid_parameters([fault], f"`{parameter}` {message}")
+
+
+def invalid_parameters(errors: Sequence[Fault], detail: str) -> Refusal:
+    """Return the refusal of query parameters or headers, of which it names the first twenty."""
+    return Refusal(422, "invalid-parameter", "A parameter is not accepted", detail, errors=errors[:20])
 
 
 def not_found(detail: str = "there is nothing at this address") -> Refusal:

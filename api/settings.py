@@ -1,11 +1,11 @@
 """The settings of the API."""
 
-import ipaddress
 import re
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from catalog.public_address import is_loopback
 from jobs.environment import CommaList, Flag, Variables
 from jobs.errors import SettingsInvalid
 from jobs.settings import ServiceSettings, WebhookKey
@@ -101,16 +101,3 @@ class Settings(ServiceSettings):
                 "such as those of `openssl rand -hex 24`"
             )
         return self
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address, a name or an IP in brackets or not, reaches this machine alone.
-
-    True for ``localhost`` and the loopback addresses; False for every other name, resolved or not.
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -1,4 +1,4 @@
-"""Public addresses: those of the internet that lead into no private network, in whatever notation they come."""
+"""Public addresses, of the internet and no private network, in whatever notation they come; and loopback ones."""
 
 import ipaddress
 
@@ -23,3 +23,16 @@ def is_public(address: Address) -> bool:
             return is_public(within)
         return address.is_global and address in _UNICAST
     return address.is_global and not address.is_multicast
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, a name or an IP in brackets or not, reaches this machine alone.
+
+    True for ``localhost`` and the loopback addresses; False for every other name, resolved or not.
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -12,9 +12,15 @@ from prometheus_client.registry import Collector
 
 from jobs.devices.registry import DeviceKind, DeviceStatus
 from jobs.lifecycle import TERMINAL
+from jobs.metrics.counters import Counter
 from jobs.metrics.snapshot import LedgerSnapshot
 
 _CATEGORIES = ("fatal", "transient", "usage")
+_TOTALS: tuple[tuple[Counter, str, str], ...] = (
+    ("drains", "attempts_drained", "Attempts handed back."),
+    ("reaped", "leases_reaped", "Jobs reclaimed from silent workers."),
+    ("refused_writes", "fenced_writes", "Writes refused because their attempt no longer held the job."),
+)
 
 
 class LedgerMetrics(Collector):
@@ -89,7 +95,7 @@ def _devices(devices: Iterable[DeviceStatus]) -> Iterator[Metric]:
 def _totals(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     counters = snapshot.counters
     moves = counters.get("moves", {})
-    yield _total("kronoscope_attempts", "Claims of jobs by workers.", moves.get("running", 0))
+    yield CounterMetricFamily("kronoscope_attempts", "Claims of jobs by workers.", moves.get("running", 0))
     ended = CounterMetricFamily("kronoscope_jobs_ended", "Jobs that have ended.", labels=["state"])
     for state in sorted(TERMINAL):
         ended.add_metric([state], moves.get(state, 0))
@@ -104,16 +110,5 @@ def _totals(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     for label, count in sorted(counters.get("attempt_failures", {}).items()):
         attempts.add_metric(label.split(" ", 1), count)
     yield attempts
-    yield _total("kronoscope_attempts_drained", "Attempts handed back.", counters.get("drains", {}).get("", 0))
-    yield _total(
-        "kronoscope_leases_reaped", "Jobs reclaimed from silent workers.", counters.get("reaped", {}).get("", 0)
-    )
-    yield _total(
-        "kronoscope_fenced_writes",
-        "Writes refused because their attempt no longer held the job.",
-        counters.get("refused_writes", {}).get("", 0),
-    )
-
-
-def _total(name: str, what: str, value: int) -> Metric:
-    return CounterMetricFamily(name, what, value)
+    for counter, name, what in _TOTALS:
+        yield CounterMetricFamily(f"kronoscope_{name}", what, counters.get(counter, {}).get("", 0))

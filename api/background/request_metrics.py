@@ -4,11 +4,10 @@ Labels come from closed sets: the template of a route and never a path, a known 
 can create a series.
 """
 
-import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from api.requests.middleware import LIMIT
 
@@ -63,33 +62,11 @@ class RequestMetrics:
             self._limited.labels(limit)
         ProcessCollector(namespace="kronoscope", registry=self.registry)
 
-    def count(self, scope: Scope, status: int, seconds: float) -> None:
+    def count(self, scope: Scope, message: Message, seconds: float) -> None:
         """Count one answer by its route, where one matched, its method and status, and the seconds until it began."""
         route = getattr(scope.get("route"), "path", None) or _NO_ROUTE
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._requests.labels(route, method, str(status)).inc()
+        self._requests.labels(route, method, str(message["status"])).inc()
         self._seconds.labels(route, method).observe(seconds)
         if scope.get(LIMIT) is not None:
             self._limited.labels(scope[LIMIT]).inc()
-
-
-class RequestMetricsMiddleware:
-    """The middleware around all others, so that every answer is counted."""
-
-    def __init__(self, app: ASGIApp, *, request_metrics: RequestMetrics) -> None:
-        self.app = app
-        self.request_metrics = request_metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began = time.perf_counter()
-
-        async def metered(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.request_metrics.count(scope, message["status"], time.perf_counter() - began)
-            await send(message)
-
-        await self.app(scope, receive, metered)

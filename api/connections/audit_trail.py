@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope
 
 from api.connections.client_addresses import ClientAddresses
 from api.requests.limits import REFUSED_KEYS
@@ -49,8 +49,8 @@ _CREATES = ("submit", "reproduce", "import", "export", "estimate")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-class RefusedLines:
-    """The requests without a valid key of the minute that runs, by client, who can send any number.
+class AuditTrail:
+    """The lines of one process; of requests without a valid key, of which a client can send any number, some together.
 
     ::
 
@@ -59,12 +59,13 @@ class RefusedLines:
         clients beyond the thousandth of a minute        one line with their number, for all of them together
     """
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: ClientAddresses) -> None:
+        self._addresses = addresses
         self._requests: Counter[str | None] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def take_line(self, client: str) -> bool:
-        """Count a request by its client's address, and return whether it has a line of its own."""
+    def _take_line(self, client: str) -> bool:
+        """Count a refused request by its client's address, and return whether it has a line of its own."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_SECONDS, self.write)
         counted = client if client in self._requests or len(self._requests) < _CLIENTS else _OTHERS
@@ -82,38 +83,17 @@ class RefusedLines:
             if together > 0:
                 write_audit_line(action="request", outcome="unauthorised", key=None, client=client, requests=together)
 
-
-class AuditMiddleware:
-    """Write the line of a request when its answer begins; around all that may refuse it."""
-
-    def __init__(self, app: ASGIApp, *, addresses: ClientAddresses, refused_lines: RefusedLines) -> None:
-        self.app = app
-        self.addresses = addresses
-        self.refused_lines = refused_lines
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        async def send_recorded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._record(scope, message)
-            await send(message)
-
-        await self.app(scope, receive, send_recorded)
-
-    def _record(self, scope: Scope, message: Message) -> None:
+    def record(self, scope: Scope, message: Message, _: float) -> None:
+        """Write the line of a request when its answer begins."""
         status: int = message["status"]
         route: str | None = getattr(scope.get("route"), "path", None)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         action = _CHANGES.get((method, route))
         created = _created(message)
-        client = self.addresses.client_of(scope)
+        client = self._addresses.client_of(scope)
         refused_key = status == 401 or scope.get(LIMIT) == REFUSED_KEYS
         outcome = "unauthorised" if refused_key else _outcome(action, status, created)
-        if outcome is None or (refused_key and not self.refused_lines.take_line(client)):
+        if outcome is None or (refused_key and not self._take_line(client)):
             return
         caller: Caller | None = scope.get("state", {}).get("caller")
         write_audit_line(

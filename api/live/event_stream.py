@@ -9,12 +9,12 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.live.job_watcher import EventBatch, Subscription, read_in_time
-from api.live.sse_format import KEEPALIVE, MEDIA_TYPE, encode_event, retry_hint
+from api.live.job_watcher import EventBatch, Subscription, encode_event, read_in_time
 from api.problem_details import Refusal
 from api.requests.auth import KeyInUse
 from api.requests.limits import limited, release_slot
@@ -22,6 +22,7 @@ from api.service import Service
 from jobs.errors import LedgerUnavailable
 from jobs.repository.events import History
 
+MEDIA_TYPE = "text/event-stream"
 _RETRY_MILLISECONDS = 2_000
 _DATABASE_RETRY_SECONDS = 1.0
 _LATER_SECONDS = 10
@@ -88,14 +89,15 @@ class EventStream(Response):
         """Yield events and keepalives until the stream ends."""
         until = time.monotonic() + self._service.settings.stream_seconds
         batch = _batch(self._first)
-        yield retry_hint(_RETRY_MILLISECONDS) + batch.text
+        yield format_sse_event(retry=_RETRY_MILLISECONDS) + batch.text
         while not batch.ended:
             now = time.monotonic()
             if disconnected.done():
                 return
             if now >= until or self._service.stopping.is_set():
                 # readers that were cut off together come back one after the other, not all at once
-                yield retry_hint(random.randint(_RETRY_MILLISECONDS // 4, _RETRY_MILLISECONDS * 2))  # noqa: S311
+                pause = random.randint(_RETRY_MILLISECONDS // 4, _RETRY_MILLISECONDS * 2)  # noqa: S311
+                yield format_sse_event(retry=pause)
                 return
             newer = subscription.events_after(batch.through)
             if newer is None:
@@ -111,7 +113,7 @@ class EventStream(Response):
             answered = newer is not None and valid is not None
             seconds = self._service.settings.stream_idle_seconds if answered else _DATABASE_RETRY_SECONDS
             if not await subscription.wait(min(seconds, until - now)):
-                yield KEEPALIVE
+                yield KEEPALIVE_COMMENT
 
     async def _key_is_valid(self) -> bool | None:
         """Return whether the key may read on; None where the database does not answer, and no event is sent."""

@@ -6,6 +6,7 @@ readers. A reader that has fallen behind what the channel keeps reads the table.
 
 import asyncio
 import contextlib
+import json
 import logging
 import threading
 from collections import deque
@@ -14,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fastapi.sse import format_sse_event
 from sqlalchemy import Engine
 from starlette.concurrency import run_in_threadpool
 
-from api.live.sse_format import encode_event
-from catalog.record import record
+from api.requests.response_bodies import event_view
+from catalog.record import plain, record
 from jobs.errors import LedgerUnavailable
-from jobs.records import Job
+from jobs.records import Event, Job
 from jobs.repository.events import History, read_new_events
 from jobs.schema.query_limits import limit_queries
 
@@ -162,6 +164,12 @@ def read_in_time(read: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 
     """Read within a limit of its own: who waits asks again and again, and one read may be for many."""
     with limit_queries(_READ_SECONDS):
         return read(*arguments)
+
+
+def encode_event(event: Event) -> bytes:
+    """Return an event as it goes over the wire, as Server-Sent Events have it."""
+    data = json.dumps(plain(event_view(event)), allow_nan=False)
+    return format_sse_event(event=event.type, id=str(event.seq), data_str=data)
 
 
 class JobWatcher:

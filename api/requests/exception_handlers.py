@@ -15,8 +15,8 @@ from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from api.problem_details import Fault, Refusal, faults, invalid_parameter, problem_response
-from api.requests.middleware import LIMIT, request_id
+from api.problem_details import Fault, Refusal, faults, invalid_parameter, invalid_parameters
+from api.requests.middleware import refusal_response, request_id
 from jobs.errors import (
     DocumentRefused,
     FatalError,
@@ -67,26 +67,15 @@ def _methods(request: Request) -> list[str]:
 
 
 def _of_validation(error: RequestValidationError) -> Refusal:
-    """Return the refusal of parameters that FastAPI itself checks, with names and rules but no value."""
-    parameter_faults = []
-    for each in error.errors()[:20]:
-        place, name = str(each["loc"][0]), ".".join(str(step) for step in each["loc"][1:])
-        in_body = place == "body"
-        parameter_faults.append(
-            Fault(
-                pointer=f"/{name}" if in_body else None,
-                parameter=None if in_body else name,
-                code=str(each["type"]),
-                message=str(each["msg"]),
-            )
-        )
-    return Refusal(
-        422,
-        "invalid-parameter",
-        "A parameter is not accepted",
-        "correct the parameters that `errors` names",
-        errors=parameter_faults,
-    )
+    """Return the refusal of parameters that FastAPI itself checks, with names and rules but no value.
+
+    Bodies are none of these: no route declares one, and `api.requests.body` reads them.
+    """
+    wrong = [
+        Fault(pointer=None, parameter=".".join(map(str, each["loc"][1:])), code=each["type"], message=each["msg"])
+        for each in error.errors()
+    ]
+    return invalid_parameters(wrong, "correct the parameters that `errors` names")
 
 
 def install(app: FastAPI) -> None:
@@ -97,20 +86,18 @@ def install(app: FastAPI) -> None:
             _log.error("request %s: %s", request_id(request.scope), error, exc_info=error)
         refused = _of_ledger(error) if isinstance(error, LedgerError) else error
         assert isinstance(refused, Refusal)  # noqa: S101 - registered for these classes
-        if refused.status == 429:
-            request.scope[LIMIT] = refused.kind
-        return problem_response(refused, request_id(request.scope))
+        return refusal_response(refused, request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
         refusal = _of_http(error)
         if refusal.status == 405:
             refusal.headers = {"allow": ", ".join(_methods(request))}  # Starlette's names those of one route
-        return problem_response(refusal, request_id(request.scope))
+        return refusal_response(refusal, request.scope)
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
-        return problem_response(_of_validation(error), request_id(request.scope))
+        return refusal_response(_of_validation(error), request.scope)
 
     app.add_exception_handler(Refusal, refusal)
     app.add_exception_handler(LedgerError, refusal)

@@ -25,10 +25,11 @@ from collections.abc import Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from api.connections.client_addresses import ClientAddresses
-from api.problem_details import Refusal, problem_response
-from api.requests.middleware import LIMIT, request_id
+from api.problem_details import Refusal
+from api.requests.middleware import HttpMiddleware, refusal_response
 from api.settings import Settings
 
 REFUSED_KEYS = "too-many-refused-keys"
@@ -135,24 +136,24 @@ class Limits:
         self.streams = Waiting(min(settings.streams, settings.connections // 2), settings.streams_per_key)
 
 
-class KeyLimitsMiddleware:
+class KeyLimitsMiddleware(HttpMiddleware):
     """The middleware that has the requests of one key wait for each other, or refuses them."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
-        self.app = app
+        super().__init__(app)
         self.limits = limits
         self._slots: dict[bytes, Slots] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+    @override
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _PROBES:
             await self.app(scope, receive, send)
             return
         if len(scope["app"].state.connections) > self.limits.connections:
             detail = f"{self.limits.connections} connections are open, and no more are served; try again in a moment"
             headers = {"retry-after": "1", "connection": "close"}
             refusal = Refusal(503, "too-many-connections", "Too many connections", detail, headers=headers)
-            await problem_response(refusal, request_id(scope))(scope, receive, send)
+            await refusal_response(refusal, scope)(scope, receive, send)
             return
         header = Headers(scope=scope).get("authorization")
         if header is None:
@@ -167,7 +168,7 @@ class KeyLimitsMiddleware:
                 "ask for news of a job with `wait`, or ask the operator of this service for more"
             )
             refusal = limited("too-many-requests", "Too many requests", detail, seconds)
-            await _refuse(refusal, scope, receive, send)
+            await refusal_response(refusal, scope)(scope, receive, send)
             return
         slots = self._slots.setdefault(key, Slots(most))
         try:
@@ -175,7 +176,7 @@ class KeyLimitsMiddleware:
             if slot is None:
                 detail = f"{most} requests of this key are being answered, and others wait; end some of them"
                 refusal = limited("too-many-at-a-time", "Too many requests", detail, 1)
-                await _refuse(refusal, scope, receive, send)
+                await refusal_response(refusal, scope)(scope, receive, send)
                 return
             scope[_SLOT] = slot
             with slot:
@@ -185,19 +186,16 @@ class KeyLimitsMiddleware:
                 self._slots.pop(key, None)
 
 
-class RefusedKeysMiddleware:
+class RefusedKeysMiddleware(HttpMiddleware):
     """The middleware that turns an answer 401 into 429 where the client has had its share of them."""
 
     def __init__(self, app: ASGIApp, *, addresses: ClientAddresses, limits: Limits) -> None:
-        self.app = app
+        super().__init__(app)
         self.addresses = addresses
         self.limits = limits
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    @override
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         replaced = False
 
         async def send_limited(message: Message) -> None:
@@ -211,7 +209,8 @@ class RefusedKeysMiddleware:
                         "many requests of your address had no valid key, and neither has this one; one with a valid "
                         "key is answered"
                     )
-                    await _refuse(limited(REFUSED_KEYS, title, detail, seconds), scope, receive, send)
+                    refusal = limited(REFUSED_KEYS, title, detail, seconds)
+                    await refusal_response(refusal, scope)(scope, receive, send)
             if not replaced:
                 await send(message)
 
@@ -228,8 +227,3 @@ def release_slot(scope: Scope) -> None:
 def limited(kind: str, title: str, detail: str, seconds: float, *, status: int = 429) -> Refusal:
     """Return the refusal of a request beyond a limit, which may be asked again after so many seconds."""
     return Refusal(status, kind, title, detail, headers={"retry-after": str(math.ceil(seconds))})
-
-
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
-    scope[LIMIT] = refusal.kind
-    await problem_response(refusal, request_id(scope))(scope, receive, send)

@@ -9,15 +9,18 @@ visitor's browser: the Host must be a loopback name (DNS rebinding) and an Origi
 
 import logging
 import re
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
+from typing_extensions import override
 
 from api.problem_details import Refusal, internal_error, problem_response
-from api.settings import is_loopback
+from catalog.public_address import is_loopback
 from jobs.schema.query_limits import limit_queries
 
 _log = logging.getLogger("kronoscope.api")
@@ -49,19 +52,59 @@ def request_id(scope: Scope) -> str:
     return str(scope.get(_ID, uuid.UUID(int=0)))
 
 
-class SecurityMiddleware:
-    """The outermost middleware but one: only the metrics of requests are around it."""
+def refusal_response(refusal: Refusal, scope: Scope) -> Response:
+    """Return the answer to a request that is refused; the scope names the limit that refused it, where one did."""
+    if refusal.status == 429:
+        scope[LIMIT] = refusal.kind
+    return problem_response(refusal, request_id(scope))
 
-    def __init__(self, app: ASGIApp, *, embedded: bool, database_seconds: float) -> None:
+
+class HttpMiddleware:
+    """A middleware of requests; what else a server sends, as it starts and ends, passes by."""
+
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.embedded = embedded
-        self.database_seconds = database_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+        await (self.serve if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await self.app(scope, receive, send)
+
+
+class AnswersMiddleware(HttpMiddleware):
+    """The middleware around all others, which has every answer noted as it begins: whatever refused it."""
+
+    def __init__(self, app: ASGIApp, *, notes: Sequence[Callable[[Scope, Message, float], None]]) -> None:
+        """Take functions of a request's scope, the beginning of its answer, and the seconds until then."""
+        super().__init__(app)
+        self.notes = notes
+
+    @override
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                for note in self.notes:
+                    note(scope, message, time.perf_counter() - began)
+            await send(message)
+
+        await self.app(scope, receive, send_noted)
+
+
+class SecurityMiddleware(HttpMiddleware):
+    """The outermost middleware but one: only `AnswersMiddleware` is around it."""
+
+    def __init__(self, app: ASGIApp, *, embedded: bool, database_seconds: float) -> None:
+        super().__init__(app)
+        self.embedded = embedded
+        self.database_seconds = database_seconds
+
+    @override
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = str(uuid.uuid4())
         scope[_ID] = identity
 
@@ -81,7 +124,7 @@ class SecurityMiddleware:
 
         refusal = self._refusal(scope)
         if refusal is not None:
-            await problem_response(refusal, identity)(scope, receive, send_with_headers)
+            await refusal_response(refusal, scope)(scope, receive, send_with_headers)
             return
         # the id stands in every line that is logged for it; the limit holds for all of its queries together
         with bound_contextvars(request=identity), limit_queries(self.database_seconds):
@@ -91,7 +134,7 @@ class SecurityMiddleware:
                 if begun:
                     raise  # too late for another answer: the server ends the connection
                 _log.exception("request %s failed", identity)
-                await problem_response(internal_error(), identity)(scope, receive, send_with_headers)
+                await refusal_response(internal_error(), scope)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         malformed = _malformed(scope)
@@ -140,15 +183,12 @@ def _has_control(text: Iterable[int]) -> bool:
     return any(code < 0x20 or code == 0x7F for code in text)
 
 
-class HeadMiddleware:
+class HeadMiddleware(HttpMiddleware):
     """The middleware that has a HEAD answered as GET on every route, and ends the answer after its header."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    @override
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
         answered = False

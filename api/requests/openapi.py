@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute, iter_route_contexts
 from pydantic import TypeAdapter
 
-from api.problem_details import MEDIA_TYPE, Fault, ProblemDocument, Refusal
+from api.problem_details import MEDIA_TYPE, Fault, ProblemDocument, invalid_parameters
 from api.requests.auth import is_open, is_scraper_only
 from api.requests.examples import EXAMPLES
 from api.stored_records import describe_stored_values, stored_template
@@ -24,7 +24,6 @@ from catalog.requests.job import Annotations, JobDocument
 from catalog.requests.uploads import UploadDocument
 from catalog.webhooks import WebhookRequest
 
-_MAX_FAULTS = 20
 _SCHEMAS = "#/components/schemas/"
 _TEMPLATE = _SCHEMAS + "{model}"
 _MAKING = threading.Lock()
@@ -239,7 +238,7 @@ def check_parameters(request: Request) -> None:
             faults.append(_fault(name, "repeated_parameter", f"is given {count} times, and takes one value; give one"))
     if faults:
         detail = f"`{faults[0].parameter}` {faults[0].message}"
-        raise Refusal(422, "invalid-parameter", "A parameter is not accepted", detail, errors=faults[:_MAX_FAULTS])
+        raise invalid_parameters(faults, detail)
 
 
 def _fault(name: str, code: str, message: str) -> Fault:

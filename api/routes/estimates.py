@@ -141,28 +141,14 @@ def _answer(job: Job, *, waiting: int) -> Response:
 def _failed(job: Job) -> Refusal:
     """Return the refusal of an estimate that has failed, with the reason and who can act."""
     failure = job.failure or {}
-    category = failure.get("category")
     fault = Fault(
         pointer=failure.get("pointer") or "", parameter=None, code=str(failure["code"]), message=str(failure["message"])
     )
-    headers = {"location": f"/v1/estimates/{job.id}"}
-    if category == "usage":
-        return Refusal(
-            422,
-            "not-planned",
-            "The job cannot be planned",
-            "the job would be refused where it runs; correct the fields that `errors` names",
-            errors=[fault],
-            headers=headers,
-        )
-    if category == "transient":
-        detail = "the estimate failed for a reason outside the document; ask for a new one"
-        return Refusal(503, "estimate-failed", "The estimate failed", detail, errors=[fault], headers=headers)
-    return Refusal(
-        500,
-        "estimate-failed",
-        "The estimate failed",
-        "the service failed at this estimate; its operator finds it in the log",
-        errors=[fault],
-        headers=headers,
-    )
+    status, kind, title = 500, "estimate-failed", "The estimate failed"
+    detail = "the service failed at this estimate; its operator finds it in the log"
+    if failure.get("category") == "usage":
+        status, kind, title = 422, "not-planned", "The job cannot be planned"
+        detail = "the job would be refused where it runs; correct the fields that `errors` names"
+    elif failure.get("category") == "transient":
+        status, detail = 503, "the estimate failed for a reason outside the document; ask for a new one"
+    return Refusal(status, kind, title, detail, errors=[fault], headers={"location": f"/v1/estimates/{job.id}"})

@@ -7,8 +7,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
-from api.live.event_stream import EventStream
-from api.live.sse_format import MEDIA_TYPE
+from api.live.event_stream import MEDIA_TYPE, EventStream
 from api.problem_details import invalid_parameter, not_found
 from api.requests.auth import Reader
 from api.requests.openapi import error_responses

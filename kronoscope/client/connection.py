@@ -1,6 +1,5 @@
 """The connection of a client to its service: addresses, errors, pages, long polls and downloads over HTTP."""
 
-import ipaddress
 import re
 import sys
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from catalog.public_address import is_loopback
 from kronoscope.client.errors import (
     ClientError,
     DownloadFailed,
@@ -46,15 +46,8 @@ class Connection:
         self.url = url
         self.has_key = bool(key)
         self._timeout_seconds = timeout_seconds
-        self.http = httpx.Client(
-            base_url=url,
-            headers=_PLAIN | ({"authorization": f"Bearer {key}"} if key else {}),
-            timeout=httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS),
-            # a proxy in the environment has no business between here and this machine; a key follows no redirect
-            trust_env=not _is_local(url),
-            follow_redirects=False,
-            event_hooks=_HOOKS,
-        )
+        timeout = httpx.Timeout(timeout_seconds, connect=_CONNECT_SECONDS)
+        self.http = _http_client(url, timeout, {"authorization": f"Bearer {key}"} if key else {}, base_url=url)
 
     def pages(self, path: str, params: dict[str, Any], *, cursor: str) -> Iterator[Mapping[str, Any]]:
         """Yield the items of a list, page after page."""
@@ -104,15 +97,8 @@ class Connection:
     def _stream_from_store(self, path: str, url: str, most_bytes: int | None) -> Iterator[bytes]:
         """Stream a file from a signed address of the artifact store, which needs no key and gets none."""
         _require_address(url)
-        local = _is_local(url)
         with (
-            httpx.Client(
-                timeout=self.http.timeout,
-                trust_env=not local,
-                follow_redirects=False,
-                headers=_PLAIN,
-                event_hooks=_HOOKS,
-            ) as bare,
+            _http_client(url, self.http.timeout, {}) as bare,
             bare.stream("GET", url, extensions=_limit(most_bytes)) as answer,
         ):
             if not answer.is_success:
@@ -206,8 +192,16 @@ def _limit(most_bytes: int | None) -> dict[str, int]:
     return {} if most_bytes is None else {_LIMIT: sys.maxsize}
 
 
-_PLAIN = {"accept-encoding": "identity"}
-_HOOKS: dict[str, list[Callable[..., Any]]] = {"response": [_limit_answer]}
+def _http_client(url: str, timeout: httpx.Timeout, headers: dict[str, str], base_url: str = "") -> httpx.Client:
+    return httpx.Client(
+        base_url=base_url,
+        headers={"accept-encoding": "identity", **headers},
+        timeout=timeout,
+        # a proxy in the environment has no business between here and this machine; a key follows no redirect
+        trust_env=not is_loopback(httpx.URL(url).host),
+        follow_redirects=False,
+        event_hooks={"response": [_limit_answer]},
+    )
 
 
 def _require_address(url: str) -> None:
@@ -219,16 +213,6 @@ def _require_address(url: str) -> None:
         is_valid = False
     if not is_valid:
         raise ClientError(0, "Invalid address", f"{url!r} is not an address of a service; write one like {DEFAULT_URL}")
-
-
-def _is_local(url: str) -> bool:
-    host = httpx.URL(url).host
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def find_full_id(connection: Connection, job_id: str) -> str:

@@ -4,7 +4,8 @@ import pytest
 
 from api.connections.client_addresses import ClientAddresses
 from api.requests.middleware import _name
-from api.settings import Settings, is_loopback
+from api.settings import Settings
+from catalog.public_address import is_loopback
 from jobs.errors import SettingsInvalid
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy import Engine, event
 
-from api.live.job_watcher import JobWatcher, Subscription
-from api.live.sse_format import encode_event
+from api.live.job_watcher import JobWatcher, Subscription, encode_event
 from catalog.frames import LogLine
 from jobs.queue import attempt_endings, attempt_writes
 from jobs.records import LOCAL_TENANT, Claim, Job
