@@ -317,11 +317,12 @@ class BatchSums:
         batch.
         """
         self.close()
+        missing = (abs(self.examples - examples) / examples, 0.0, "examples")
         held = [
             (name, *each)
             for name, layer in self.layers.items()
             if layer.statistics.flaw is None
-            for each in (*layer.differences(), self._terms(layer.statistics), self._missing(examples))
+            for each in (*layer.differences(), self._terms(layer.statistics), missing)
         ]
         found: dict[str, tuple[float, str]] = {}
         for (name, _, tolerance, side), error in zip(held, _known([each[1] for each in held]), strict=True):
@@ -332,6 +333,3 @@ class BatchSums:
     def _terms(self, statistics: LayerStatistics) -> tuple[float, float, str]:
         differing = abs(statistics.weight_G - self.divisor)
         return differing / (abs(self.divisor) or 1.0), TOLERANCES[torch.float64], "loss terms"
-
-    def _missing(self, examples: int) -> tuple[float, float, str]:
-        return abs(self.examples - examples) / examples, 0.0, "examples"

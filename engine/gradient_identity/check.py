@@ -299,7 +299,7 @@ class BatchCheck:
             self._compare_directions(findings, cotangent, one.direction)
         errors = findings.errors
         # inputs that are nothing but rounding beside the example's largest, as a difference of equal rows
-        least = subject.negligible(one.largest_input(0)) / subject.tolerance if subject.is_exact else 0.0
+        least = subject.negligible(one.largest_input()) / subject.tolerance if subject.is_exact else 0.0
         if not subject.has_gradients or together.cotangent is None:
             for layer in layers:
                 here, there = together.rows(layer.name, number), one.rows(layer.name, 0)

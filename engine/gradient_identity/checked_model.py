@@ -98,11 +98,9 @@ class Subject:
         """Return a copy of a batch on the device, in the model's precision, which the model may write to."""
         return batch.to(self.device, self.dtype)
 
-    @contextlib.contextmanager
-    def casting(self) -> Iterator[None]:
+    def casting(self) -> contextlib.AbstractContextManager[object]:
         """The context of a forward pass, and of the backward pass that may run parts of it again."""
-        with AllCasts() if self.widens else contextlib.nullcontext():
-            yield
+        return AllCasts() if self.widens else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def returning(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ against plain autograd on the example as it is.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -94,7 +94,7 @@ class LayerRows:
         if self.recorder.example_gradients is not None:
             return self._bare(piece, shape)
         total: Tensor | None = None
-        for use, gradient in self._calls():
+        for use, gradient in self.recorder.met:
             part = self._part(layer, piece, use, gradient)
             if part is not None:
                 total = part.reshape(shape) if total is None else total + part.reshape(shape)
@@ -105,7 +105,7 @@ class LayerRows:
     def magnitude(self) -> float:
         """Return ``Σ_t ‖g_t‖ ‖[a_t 1]‖``, the largest norm that the gradient could have if nothing in it cancelled."""
         layer, total = self.recorder.layer, 0.0
-        for use, gradient in self._calls():
+        for use, gradient in self.recorder.met:
             if isinstance(layer, BlockLayer):
                 continue
             a, g = self._rows(layer, use, gradient)
@@ -116,9 +116,6 @@ class LayerRows:
                 inputs = (own.square() + int(layer.bias)).sqrt()
             total += float((norms * inputs).sum())
         return total
-
-    def _calls(self) -> Iterator[tuple[Use, Tensor]]:
-        yield from self.recorder.met
 
     def _bare(self, piece: Piece, shape: torch.Size) -> Tensor:
         gradients = self.recorder.example_gradients

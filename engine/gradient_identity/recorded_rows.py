@@ -209,9 +209,9 @@ class Recording:
         place = number if self.places is None else self.places[number]
         return tensor[place : place + 1]
 
-    def largest_input(self, example: int) -> float:
-        """Return the norm of the largest input of any call of one example."""
-        every = (rows for name in self.layers for rows in self.rows(name, example).inputs())
+    def largest_input(self) -> float:
+        """Return the norm of the largest input of any call of the first example."""
+        every = (rows for name in self.layers for rows in self.rows(name, 0).inputs())
         real = (rows for rows in every if rows.is_floating_point() and rows.numel())
         return max((float(torch.linalg.vector_norm(rows)) for rows in real), default=0.0)
 

@@ -19,8 +19,7 @@ References:
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -89,11 +88,6 @@ class ExactCurvature:
         return self._space.size
 
     @property
-    def second_gradients(self) -> str | None:
-        """Why products of this model go by second gradients; None where they need not, or none was computed yet."""
-        return self._routes.reason
-
-    @property
     def learnt(self) -> Learnt:
         """Facts that products have learnt so far, for a later attempt."""
         return self.passes.learnt(self._routes.reason)
@@ -103,15 +97,12 @@ class ExactCurvature:
         self.passes.take_over(learnt)
         self._routes.reason = learnt.route
 
-    @contextlib.contextmanager
-    def prepared(self) -> Iterator[None]:
+    def prepared(self) -> contextlib.AbstractContextManager[None]:
         """Hold the model still, as a collection does; every product is to be asked for inside.
 
-        Yields:
-            Nothing. The model's state, its gradients and torch's switches are as before afterwards.
+        The model's state, its gradients and torch's switches are as before afterwards.
         """
-        with self.passes.prepared():
-            yield
+        return self.passes.prepared()
 
     def product(self, flat: Tensor) -> Tensor:
         """Multiply vectors by the curvature, in one pass over the data.
@@ -131,12 +122,14 @@ class ExactCurvature:
             2 k vectors of P numbers on the device, 3 for k = 1; the graph of a micro-batch, and k tangents
             of what is in use.
         """
-        rows = self._rows(self._space.flatten(flat))
+        placed = self._space.flatten(flat).to(self.job.workspace.machine.device, self.job.dtype)
+        rows = placed.reshape(1, -1) if placed.ndim == 1 else placed.T.contiguous()
+        del placed
         names = tuple(each.name for each in self.parameters)
-        columns = [
-            Column(tangents={name: own for name, own in self._parts(row).items() if bool(own.any())}, wanted=names)
-            for row in rows
-        ]
+        columns = []
+        for row in rows:
+            parts = self._space.unflatten(row)
+            columns.append(Column(tangents={name: own for name, own in parts.items() if bool(own.any())}, wanted=names))
         sums = self._run(names, columns)
         # the vectors' own memory takes in the products, except where that is the caller's
         total = torch.empty_like(rows) if rows.data_ptr() == flat.data_ptr() else rows
@@ -202,15 +195,3 @@ class ExactCurvature:
             for own in total.values():
                 own.div_(divisor)
         return sums
-
-    def _rows(self, flat: Tensor) -> Tensor:
-        """The vectors as rows (k, P) on the device, in the precision of the passes."""
-        placed = flat.to(self.job.workspace.machine.device, self.job.dtype)
-        return placed.reshape(1, -1) if placed.ndim == 1 else placed.T.contiguous()
-
-    def _parts(self, row: Tensor) -> dict[str, Tensor]:
-        sizes = [math.prod(each.shape) for each in self.parameters]
-        return {
-            each.name: part.view(each.shape)
-            for each, part in zip(self.parameters, torch.split(row, sizes), strict=True)
-        }

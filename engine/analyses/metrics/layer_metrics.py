@@ -17,7 +17,6 @@ References:
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,19 +49,7 @@ _FROM_ABOVE = 1000
 """Ranks up to here come from the largest products directly, which is quicker than counting."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decay:
-    """A fitted power law."""
-
-    exponent: float
-    first_rank: int
-    """First rank of the fitted range, from 1 for the largest eigenvalue."""
-    last_rank: int
-    r_squared: float | None
-    """Share of the variance of log λ that the line explains; None where all are equal."""
-
-
-def decay(products: Products, rank: int) -> Decay | None:
+def decay(products: Products, rank: int) -> SpectralDecay | None:
     """Fit the exponent α of λ_k ∝ k^−α to the first quarter of a spectrum's numerical rank.
 
     None where the range is shorter than half a decade, or an eigenvalue in it is zero.
@@ -80,7 +67,7 @@ def decay(products: Products, rank: int) -> Decay | None:
     slope, _ = statistics.linear_regression(places, heights)
     # values that differ in their last bit alone have one logarithm
     varied = heights[0] != heights[-1]
-    return Decay(
+    return SpectralDecay(
         exponent=-slope if varied else 0.0,
         first_rank=ranks[0],
         last_rank=ranks[-1],
@@ -321,12 +308,7 @@ def ordered(
     if "decay" in wanted and rank is not None:
         fitted = decay(products, rank)
         if fitted is not None:
-            found["decay"] = SpectralDecay(
-                exponent=fitted.exponent,
-                first_rank=fitted.first_rank,
-                last_rank=fitted.last_rank,
-                r_squared=fitted.r_squared,
-            )
+            found["decay"] = fitted
     if "top_eigenvalues" in wanted:
         found["top_eigenvalues"] = tuple(products.top(params.top_k).tolist())
     return found

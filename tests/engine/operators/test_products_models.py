@@ -125,7 +125,7 @@ def test_a_model_moves_forward_as_its_gradient_says(name: str, of: Curvature) ->
     found = exact(space, of)
     with found.prepared():
         products = found.product(v)
-    assert found.second_gradients is None
+    assert found.learnt.route is None
     f = model(x)
     width = f.shape[-1]
     if of == "hessian":
@@ -167,7 +167,7 @@ def test_a_rounding_that_gradients_pass_straight_through_goes_by_second_gradient
     with found.prepared():
         products = found.product(v)
         assert torch.equal(found.product(v), products)
-    assert found.second_gradients is not None
+    assert found.learnt.route is not None
     assert len([message for message in heard if "second gradients" in message]) == 1
     f = model(x)
     parameters = list(model.parameters())
