@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.artifacts import Artifacts
 from engine.errors import BrokenFactors
-from engine.factors.factor_index import FORMAT, INDEX, CollectionCounts, LayerEntry, read_index
-from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
+from engine.factors.factor_index import FORMAT, INDEX, LayerEntry, read_index
+from engine.factors.factor_set import CollectionCounts, CollectionFacts, Corrected, FactorSet, LayerFacts
 from engine.factors.kronecker_factors import (
     Factors,
     TiedParts,
@@ -163,11 +163,9 @@ def read_factors(artifacts: Artifacts) -> FactorSet:
         ) from error
     entries = {entry.facts.ordinal: entry for entry in index.layers}
     held: _Held = WeakValueDictionary()
-    kept = ("declared", "collection", "woodbury", "looked_at", "parameters", "counted", "entered")
     return FactorSet(
         layers=tuple(entry.facts for entry in index.layers),
-        **{name: getattr(index, name) for name in kept},
-        **{each.name: getattr(index.counts, each.name) for each in fields(CollectionCounts)},
+        **{each.name: getattr(index, each.name) for each in fields(CollectionFacts)},
         device="cpu",
         storage_policy="stored",
         planned_peak_bytes=None,

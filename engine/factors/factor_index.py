@@ -19,7 +19,13 @@ from catalog.record_reader import JSON_SCALARS, Reader
 from catalog.requests.collection import Collection
 from catalog.requests.woodbury import Woodbury
 from engine.errors import BrokenFactors
-from engine.factors.factor_set import CountedExamples, LayerFacts, ParameterShape
+from engine.factors.factor_set import (
+    CollectionCounts,
+    CollectionFacts,
+    CountedExamples,
+    LayerFacts,
+    ParameterShape,
+)
 from engine.factors.representation import KINDS
 from engine.layers.coverage import DeclaredLayer
 from engine.model.example_digests import EnteredExamples
@@ -49,40 +55,10 @@ class LayerEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectionCounts:
-    """The counts of the collection, and how it computed."""
-
-    trainable_parameters: int
-    examples: int
-    updates: int
-    passes: int
-    micro_batch: int | None = None
-    nondeterministic: tuple[str, ...] | None = None
-    amp: str = "off"
-    amp_fallback: str | None = None
-    accumulation_precision: str = "ieee"
-    accumulation_fallback: str | None = None
-    loss_scale: float | None = None
-    loss: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class FactorIndex:
+class FactorIndex(CollectionFacts):
     """The whole index."""
 
     layers: tuple[LayerEntry, ...]
-    declared: tuple[DeclaredLayer, ...]
-    collection: Collection
-    woodbury: Woodbury
-    counts: CollectionCounts
-    parameters: tuple[ParameterShape, ...] | None
-    """The model's trainable parameters; an index from before they were kept has none."""
-    looked_at: LookedAt | None
-    """Batches that the self-check looked at."""
-    counted: CountedExamples | None = None
-    """Which examples these are; an index from before that was kept has none."""
-    entered: EnteredExamples | None = None
-    """The examples that entered, by their digest; an index from before that was kept has none."""
 
     def sha256(self) -> str | None:
         """Return the digest of the set, by ``set_digest``; None where the index is from before it had digests."""
@@ -123,7 +99,7 @@ def read_index(value: object) -> FactorIndex:
         collection=_OPTIONS.read(Collection, value.get("collection"), "collection"),
         # an index from before there were any has dense ones
         woodbury=_OPTIONS.read(Woodbury, value.get("woodbury", {"policy": "dense"}), "woodbury"),
-        counts=TABLES.read(CollectionCounts, value, ""),
+        **vars(TABLES.read(CollectionCounts, value, "")),
         parameters=_optional(tuple[ParameterShape, ...], value, "parameters"),
         looked_at=_optional(LookedAt, value, "looked_at"),
         counted=_optional(CountedExamples, value, "counted"),

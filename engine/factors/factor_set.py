@@ -255,37 +255,57 @@ class NestedSize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorSet:
-    """Every covered layer's factors, and the layers that are declared."""
+class CollectionCounts:
+    """The counts of a collection, and how it computed; an earlier job may not have said what has a default."""
 
-    layers: tuple[LayerFacts, ...]
-    declared: tuple[DeclaredLayer, ...]
     trainable_parameters: int
     examples: int
     updates: int
     passes: int
-    collection: Collection
-    woodbury: Woodbury
-    device: str
-    storage_policy: str
-    """`resident`: in memory together; `laid aside`: in a scratch place; `stored`: of an earlier job."""
-    micro_batch: int | None
-    """Examples that went through the model at once; None where an earlier job did not say."""
-    amp: str
+    micro_batch: int | None = None
+    """Examples that went through the model at once."""
+    nondeterministic: tuple[str, ...] | None = None
+    """Operations of the model without a deterministic form; None where they were not recorded."""
+    amp: str = "off"
     """Mixed-precision mode that the model computed in."""
-    amp_fallback: str | None
+    amp_fallback: str | None = None
     """Why that is not what was asked for."""
     accumulation_precision: str = "ieee"
     """Precision of the products that the sums were added up of."""
     accumulation_fallback: str | None = None
     """Why that is not what was asked for."""
-    loss_scale: float | None
+    loss_scale: float | None = None
     """Factor that `fp16` came to multiply directions by."""
-    planned_peak_bytes: int | None
-    nondeterministic: tuple[str, ...] | None
-    """Operations of the model without a deterministic form; None where they were not recorded."""
+    loss: str | None = None
+    """The task's loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionFacts(CollectionCounts):
+    """A collection beside its covered layers, as an index records it; None of one that did not keep a fact."""
+
+    declared: tuple[DeclaredLayer, ...]
+    collection: Collection
+    woodbury: Woodbury
     looked_at: LookedAt | None = None
-    """Batches that the self-check looked at; None where nothing was checked, or an earlier job did not say."""
+    """Batches that the self-check looked at; None too where nothing was checked."""
+    parameters: tuple[ParameterShape, ...] | None = None
+    """Every trainable parameter once, in the order of ``named_parameters()``."""
+    counted: CountedExamples | None = None
+    """Which examples these are."""
+    entered: EnteredExamples | None = None
+    """The examples that entered, by their digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorSet(CollectionFacts):
+    """Every covered layer's factors, and the layers that are declared."""
+
+    layers: tuple[LayerFacts, ...]
+    device: str
+    storage_policy: str
+    """`resident`: in memory together; `laid aside`: in a scratch place; `stored`: of an earlier job."""
+    planned_peak_bytes: int | None
     not_replayed: tuple[str, ...]
     """Numerics of the job's first attempt that this one could not repeat."""
     load: Callable[[int], Factors]
@@ -298,14 +318,6 @@ class FactorSet:
     """The earlier job whose collection this is, where a cache had it."""
     load_corrected: Callable[[int], Corrected] | None = None
     """EK-FAC's correction of one ordinal; None where there was none."""
-    parameters: tuple[ParameterShape, ...] | None = None
-    """Every trainable parameter once, in the order of ``named_parameters()``; None where that is not known."""
-    counted: CountedExamples | None = None
-    """Which examples these are; None of a collection that did not keep it."""
-    entered: EnteredExamples | None = None
-    """The examples that entered, by their digest; None of a collection that did not keep it."""
-    loss: str | None = None
-    """The task's loss; None of a collection that did not keep it."""
     owners: Mapping[int, int] | None = None
     """The only rank that has the factors of each layer, by ordinal; None where this process has all of them."""
 
