@@ -170,7 +170,10 @@ class LayerAnalysis(Generic[P]):
         division = DividedLayers.of(self.workspace, self.whole) if self.divided else None
         if division is None:
             return ((layer, self._computed(layer)) for layer in self.layers())
-        return division.compute(list(self.layers()), self._computed, self.kind, self.files)
+        layers = {layer.facts.ordinal: layer for layer in self.layers()}
+        every = [layer.facts for layer in layers.values()]
+        found = division.compute(every, lambda facts: self._computed(layers[facts.ordinal]), self.kind, self.files)
+        return ((layers[facts.ordinal], outcome) for facts, outcome in found)
 
     def _computed(self, layer: Measured) -> tuple[Any, Observed]:
         begun = time.perf_counter()

@@ -9,7 +9,7 @@ float64 or the job takes powers of the curvature through them (``basis_dtype``).
 
 import errno
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -276,13 +276,13 @@ def load_basis(workspace: Workspace, side: Side) -> Decomposition:
     return replace(found, values=found.values * side.scale, signed=signed)
 
 
-def share_bases(division: DividedLayers, facts: LayerFacts, sides: Mapping[Literal["A", "G"], Side]) -> None:
+def share_bases(division: DividedLayers, facts: LayerFacts, sides: Sequence[Side]) -> None:
     """Store the eigenvectors of a layer on every rank, as its owner has them.
 
     One basis is held, and once more on its way.
     """
     workspace, everyone = division.workspace, range(division.ranks.size)
-    for side in sides.values():
+    for side in sides:
         if side.found is None or side.found.rungs == ("diagonal",):
             continue
         name = _name(side.digest, side.rank_bound)

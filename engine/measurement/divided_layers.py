@@ -11,7 +11,7 @@ No rank waits for another before it has done all of its own layers; then they ar
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,24 +26,6 @@ from engine.workspace import Workspace
 
 T = TypeVar("T")
 _SENT = "sent"
-
-
-class HasFacts(Protocol):
-    """A layer."""
-
-    @property
-    def facts(self) -> LayerFacts:
-        """The layer's facts besides its factors."""
-
-
-@dataclass(frozen=True)
-class PlainLayer:
-    """A layer of which nothing else is known."""
-
-    facts: LayerFacts
-
-
-L = TypeVar("L", bound=HasFacts)
 
 
 def decomposition_cost(facts: LayerFacts, *, own_a: bool) -> float:
@@ -125,11 +107,11 @@ class DividedLayers:
 
     def compute(
         self,
-        layers: Sequence[L],
-        compute: Callable[[L], T],
+        layers: Sequence[LayerFacts],
+        compute: Callable[[LayerFacts], T],
         operation: str,
         files: "SentFiles | None" = None,
-    ) -> Iterator[tuple[L, T]]:
+    ) -> Iterator[tuple[LayerFacts, T]]:
         """Compute something of every layer on its owner, and hand it to all.
 
         ``layers`` are all layers, in one order on every rank; ``compute`` is called with this rank's, and what it
@@ -142,16 +124,16 @@ class DividedLayers:
         """
         with self.ranks.guarding():
             own: dict[int, T] = {}
-            for layer in layers:
-                if self.is_own(layer.facts):
-                    with contextlib.nullcontext() if files is None else files.of(layer.facts.ordinal):
-                        own[layer.facts.ordinal] = compute(layer)
+            for facts in layers:
+                if self.is_own(facts):
+                    with contextlib.nullcontext() if files is None else files.of(facts.ordinal):
+                        own[facts.ordinal] = compute(facts)
                     self.ranks.sign()
-            for layer in layers:
-                found = self._share(layer.facts, own.pop(layer.facts.ordinal, None), operation)
+            for facts in layers:
+                found = self._share(facts, own.pop(facts.ordinal, None), operation)
                 if files is not None:
-                    files.hand_over(layer.facts, self)
-                yield layer, found
+                    files.hand_over(facts, self)
+                yield facts, found
 
     def _share(self, facts: LayerFacts, outcome: T | None, operation: str) -> T:
         found: T = self.ranks.broadcast(outcome, self.owners[facts.ordinal], f"{operation} of layer {facts.ordinal}")

@@ -8,8 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +16,7 @@ from catalog.responses.layer_record import LayerRecord, Observed
 from engine.artifacts import Artifacts
 from engine.collect import collect_or_read
 from engine.factors.factor_files import Kept, write_factors, write_index, write_run
-from engine.factors.factor_set import Corrected, FactorSet, LayerFacts
+from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.kronecker_factors import digest
 from engine.linalg.damping import Clipping, Damping, damping, identity_warnings
 from engine.linalg.eigendecomposition import Decomposition
@@ -31,7 +30,7 @@ from engine.measurement.decompose_layer import (
     share_bases,
     underflow,
 )
-from engine.measurement.divided_layers import DividedLayers, PlainLayer, SentFiles
+from engine.measurement.divided_layers import DividedLayers, SentFiles
 from engine.measurement.prefetch import Arrived, Source, stream_factors
 from engine.measurement.representation_record import (
     branch,
@@ -55,13 +54,11 @@ class Measured:
     nested: tuple[MeasuredSize, ...]
     """Ascending sample sizes up to the whole, where they were asked for; else none."""
     damping: Damping
-    clipping_A: Clipping
     clipping_G: Clipping
     record: LayerRecord
     observed: Observed
-    load_basis: Callable[[Literal["A", "G"]], Decomposition]
-    """The decomposition of one side with its vectors, on the host; only where an analysis of the job asks for them, and
-    on the rank that made it or one that the bases of all layers were sent to."""
+    bases: Workspace | None
+    """The job that ``load_basis`` reads; None on the way from another rank."""
     metadata_G: Mapping[str, str]
     """Strings that reading a structured G needs besides its tensors; empty for a dense one."""
 
@@ -69,6 +66,16 @@ class Measured:
     def status(self) -> Literal["covered", "zero_curvature"]:
         """`covered`, or `zero_curvature` where the layer has no curvature at all."""
         return "covered" if self.A.trace > 0 and self.G.trace > 0 else "zero_curvature"
+
+    def load_basis(self, side: Literal["A", "G"]) -> Decomposition:
+        """Return the decomposition of one side with its vectors, on the host.
+
+        It is there only where an analysis of the job asks for vectors, and on the rank that made it or one that the
+        bases of all layers were sent to.
+        """
+        if self.bases is None:
+            raise ValueError(f"the basis of {side} has not arrived")
+        return load_basis(self.bases, self.A if side == "A" else self.G)
 
 
 class _MeasuredLayers(dict[int, Measured]):
@@ -147,36 +154,23 @@ def _measure_divided(
             corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
             write_factors(place, facts, whole.load(facts.ordinal), corrected=corrected)
 
-    def compute(layer: PlainLayer) -> Measured:
-        found = measure(layer.facts)
+    def compute(facts: LayerFacts) -> Measured:
+        found = measure(facts)
         if files is not None:
-            write(layer.facts, [files])
-        return replace(found, load_basis=_nowhere)
+            write(facts, [files])
+        return replace(found, bases=None)
 
-    for layer, found in division.compute([PlainLayer(facts) for facts in order], compute, "decomposition", files):
-        facts = layer.facts
+    for facts, found in division.compute(order, compute, "decomposition", files):
         # of these each rank has its own
         record = replace(found.record, positions_local=_positions_local(facts), sent_bytes=facts.sent_bytes)
-        sides: Mapping[Literal["A", "G"], Side] = {"A": found.A, "G": found.G}
-        basis = partial(_load_basis, workspace, sides)
-        known[facts.ordinal] = replace(found, facts=facts, record=record, load_basis=basis)
+        known[facts.ordinal] = replace(found, facts=facts, record=record, bases=workspace)
         if division.needs_bases:
-            share_bases(division, facts, sides)
+            share_bases(division, facts, (found.A, found.G))
         if files is None:
             write(facts, places)
         if "spectra" in workspace.options.keep and not division.is_own(facts):
             keep_spectra(workspace, facts, found.A, found.G)
     _complete(workspace, whole, cache, keep_factors=keep_factors)
-
-
-def _load_basis(
-    workspace: Workspace, sides: Mapping[Literal["A", "G"], Side], side: Literal["A", "G"]
-) -> Decomposition:
-    return load_basis(workspace, sides[side])
-
-
-def _nowhere(side: Literal["A", "G"]) -> Decomposition:
-    raise ValueError(f"the basis of {side} has not arrived")
 
 
 def _positions_local(facts: LayerFacts) -> int:
@@ -216,7 +210,7 @@ def _measure(
     arrived = next(each for each in arriving if each.factors.layer == facts.name)
     factors, kept = arrived.factors, arrived.factors.side_G
     corrected = None if whole.load_corrected is None else whole.load_corrected(facts.ordinal)
-    ekfac = {} if corrected is None else _digests(corrected)
+    ekfac = {} if corrected is None else {name: digest(each) for name, each in corrected.stored(own_a=True).items()}
     side_g = measure_side(workspace, whole, facts, arrived, "G")
     shared_a = workspace.results.of(_SharedSides)
     if facts.leader not in shared_a:
@@ -273,16 +267,13 @@ def _measure(
         facts=facts,
         A=side_a,
         G=side_g,
-        load_basis=partial(_load_basis, workspace, {"A": side_a, "G": side_g}),
+        bases=workspace,
         nested=(*smaller, complete) if whole.collection.nested else (),
         damping=damped,
-        clipping_A=clipped_a,
         clipping_G=clipped_g,
         record=LayerRecord(
-            in_dim=facts.in_dim,
-            out_dim=facts.out_dim,
+            **_repeated(whole, facts) | row_facts(factors, facts),
             branch=branch(facts),
-            why=facts.why,
             policy=whole.woodbury.policy,
             damping_split=workspace.options.stabilisation.damping_split,
             lambda_A=damped.A,
@@ -299,49 +290,18 @@ def _measure(
             update_freq=whole.collection.update_freq,
             update_index=whole.updates,
             ema_decay=whole.collection.ema_decay,
-            positions_local=_positions_local(facts),
-            positions=facts.positions,
-            terms=facts.terms,
-            rank_bound_A=None if facts.rank_bound_A is None else min(facts.rank_bound_A, facts.in_dim),
-            rank_bound_G=None if facts.rank_bound_G is None else min(facts.rank_bound_G, facts.out_dim),
-            exact_trace=facts.exact_trace,
             kronecker_trace=kronecker_trace,
             trace_ratio=kronecker_trace / facts.exact_trace if facts.exact_trace else None,
-            trace_standard_error=facts.trace_standard_error,
-            relative_variance_A=facts.relative_variance_A,
-            relative_variance_G=facts.relative_variance_G,
-            relative_standard_error_A=facts.relative_standard_error_A,
-            relative_standard_error_G=facts.relative_standard_error_G,
-            no_batch_variance=facts.no_batch_variance,
-            gradient_identity=facts.gradient_identity,
-            examples_checked=facts.examples_checked,
-            checked_against=facts.checked_against,
-            identity_tolerance=facts.identity_tolerance,
-            identity_tolerance_reason=facts.identity_tolerance_reason,
-            world_size=facts.world_size,
-            reduction=facts.reduction,
-            sent_bytes=facts.sent_bytes,
-            pieces=facts.pieces,
             storage_device=whole.device,
-            storage_policy=whole.storage_policy,
             dtype=str(factors.A.dtype).removeprefix("torch."),
-            **row_facts(factors, facts),
             accumulation_dtype=whole.collection.dtype,
-            accumulation_precision=whole.accumulation_precision,
-            accumulation_fallback=whole.accumulation_fallback,
             scale_A=factors.scale_A,
             scale_G=factors.scale_G,
             factor_bytes=kept.size_bytes + (factors.side_A.size_bytes if facts.shared_A_with is None else 0),
             cholesky_jitter=None if taken is None else taken.jitter,
             fisher=whole.collection.fisher,
-            sharing=facts.sharing,
             samples=whole.collection.samples if whole.collection.fisher == "mc" else None,
             seed=whole.collection.seed if whole.collection.fisher == "mc" else None,
-            passes=whole.passes,
-            micro_batch=whole.micro_batch,
-            amp=whole.amp,
-            amp_fallback=whole.amp_fallback,
-            loss_scale=whole.loss_scale,
             digest_A=side_a.digest,
             digest_G=side_g.digest,
             digest_ekfac=ekfac.get("corrected_eigenvalues"),
@@ -353,12 +313,19 @@ def _measure(
             rungs_G=with_factorisation(side_g.rungs, taken),
             residual_A=None if side_a.found is None else side_a.found.residual,
             residual_G=None if side_g.found is None else side_g.found.residual,
-            nondeterministic=whole.nondeterministic,
-            planned_peak_bytes=whole.planned_peak_bytes,
         ),
         observed=observe(begun, before, after, workspace, whole, refused),
         metadata_G=kept.metadata(),
     )
+
+
+def _repeated(whole: FactorSet, facts: LayerFacts) -> dict[str, Any]:
+    """Facts of a set and of its layer that a record holds under their own names, rank bounds within the sizes."""
+    names = LayerRecord.__dataclass_fields__
+    known: dict[str, Any] = {name: getattr(of, name) for of in (whole, facts) for name in names if hasattr(of, name)}
+    for name, size in (("rank_bound_A", facts.in_dim), ("rank_bound_G", facts.out_dim)):
+        known[name] = None if known[name] is None else min(known[name], size)
+    return known | {"positions_local": _positions_local(facts)}
 
 
 def _kept(measured: Measured) -> Kept:
@@ -379,7 +346,3 @@ def _kept(measured: Measured) -> Kept:
             if sha256 is not None
         },
     )
-
-
-def _digests(corrected: Corrected) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in corrected.stored(own_a=True).items()}
