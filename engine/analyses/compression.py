@@ -25,7 +25,8 @@ from engine.factors.structure_files import KINDS, structure_digest, write_struct
 from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import frobenius_norm
 from engine.measurement.layer_measurement import Measured
-from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
+from engine.memory.plan import term
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 from engine.semiseparable.choose import (
     Candidate,
     Choice,

@@ -13,7 +13,8 @@ from engine.analyses.exports.kronecker_files import KronfluenceFile, LaplaceFile
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import NoConditionNumber
 from engine.measurement.layer_measurement import Measured
-from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
+from engine.memory.plan import term
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 
 FORMATS: Mapping[ExportFormat, type[ExportedFile]] = {
     each.format: each for each in (GptqFile, CordaFile, LaplaceFile, KronfluenceFile, SecondMomentFile)

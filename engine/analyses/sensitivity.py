@@ -33,11 +33,12 @@ from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError
 from engine.factors.factor_set import LayerFacts
 from engine.measurement.layer_measurement import Measured
+from engine.memory.plan import term
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.loss_gradient import data_gradient
 from engine.operators.parameter_space import ParameterSpace
-from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.planning.analysis_cost import Cost, PlannedJob
 
 KIND = "sensitivity"
 KEPT = "16 bits"

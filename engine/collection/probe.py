@@ -24,7 +24,7 @@ from engine.layers.coverage import Survey
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
-from engine.memory.plan import Chosen, Source, Stage, Term
+from engine.memory.plan import Chosen, Source, Stage, Term, term
 from engine.model.activation_memory import Saved
 from engine.row_layout.layer_calls import Call
 from engine.tracing.example_contributions import examples_at_once
@@ -266,19 +266,18 @@ def kept_terms(
         _row_bytes(layer, probe) for layer in probe.layers if _elsewhere(layer, probe, workspace.machine.device)
     )
     if apart:
-        terms.append(Term(name="gradient rows", formula="Σ T · out", size_bytes=apart, place="host", source="exact"))
+        terms.append(term("gradient rows", "Σ T · out", apart, "host"))
     if several:
         return terms
     item = 8 if workspace.options.collection.dtype == "float64" else 4
-    width = _stored_size(workspace.options.collection.storage_dtype, item)
+    storage = workspace.options.collection.storage_dtype
+    width = item if storage is None else getattr(torch, storage).itemsize
     # rows that stand on the host stay where they are
     stored = sum(_row_bytes(layer, probe) for layer in probe.layers) - apart
     stored += sum(_summed_bytes(layer, probe, width, follows=layer.name in probe.shared) for layer in probe.layers)
     # on the host they take the place of the sums, a layer at a time
     when: Stage = "decomposition" if offload or workspace.machine.device.type != "cuda" else "throughout"
-    terms.append(
-        Term(name="factors", formula="Σ in² + Σ out²", size_bytes=stored, place="host", source="exact", stage=when)
-    )
+    terms.append(term("factors", "Σ in² + Σ out²", stored, "host", when))
     return terms
 
 
@@ -314,10 +313,6 @@ def row_sizes(probe: Probe, *, on_device: bool) -> list[tuple[str, str, int, Sou
         ("basis of gradient rows", "T · n · 8, widest layer", basis, "exact", "decomposition"),
         ("merged gradient rows", "2 · 2n · n, widest layer", merged * probe.dtype.itemsize, "exact", "collection"),
     ]
-
-
-def _stored_size(storage_dtype: str | None, item: int) -> int:
-    return item if storage_dtype is None else torch.empty((), dtype=getattr(torch, storage_dtype)).element_size()
 
 
 def example_gradients(treated: Sequence[TreatedLayer], examples: int) -> int:

@@ -53,6 +53,20 @@ class Term:
     stage."""
 
 
+def term(
+    name: str,
+    formula: str,
+    size: int,
+    place: Place,
+    stage: Stage = "throughout",
+    layer: str | None = None,
+    *,
+    source: Source = "exact",
+) -> Term:
+    """Return a term, by default one that shapes give exactly."""
+    return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage, layer=layer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """The choices of a plan that numbers depend on, by rounding at least; stored with the job.

@@ -16,7 +16,7 @@ from catalog import ANALYSES, PLANNED_STAGES
 from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Budgeted, Place, Plan, Source, Stage, Term
+from engine.memory.plan import Budgeted, Plan, Source, Stage, Term, term
 from engine.planning.collection.memory import correction_bytes
 from engine.planning.collection.seconds import Work, with_seconds
 from engine.planning.decomposition_memory import kept_as
@@ -166,20 +166,6 @@ class PlannedJob:
         if self.device.type == "cuda" and size:
             found.append(term("factors on the device", "in² + out², as kept", size, "device", stage, layer.name))
         return found
-
-
-def term(
-    name: str,
-    formula: str,
-    size: int,
-    place: Place,
-    stage: str,
-    layer: str | None = None,
-    *,
-    source: Source = "exact",
-) -> Term:
-    """Return a term, by default one that shapes give exactly."""
-    return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage, layer=layer)
 
 
 def with_analyses(plan: Plan, workspace: Workspace, probe: Probe, budget: MemoryBudget, work: Work) -> Plan:

@@ -5,7 +5,6 @@ solver that fits beside everything else. The plan names that solver, so that a l
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from engine.linalg.eigensolvers import LARGEST, RungCost, is_on_device
 from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import DeviceSpeed, typical_speed
-from engine.memory.plan import Plan, Term
+from engine.memory.plan import Budgeted, Plan, Term, term
 from engine.workspace import Workspace
 
 
@@ -112,7 +111,13 @@ def with_decompositions(
         )
         if bases:
             terms.append(
-                _term("bases", "Σ n² as kept", bases, "host" if workspace.ports.scratch is None else "disk", None)
+                term(
+                    "bases",
+                    "Σ n² as kept",
+                    bases,
+                    "host" if workspace.ports.scratch is None else "disk",
+                    "decomposition",
+                )
             )
     # without terms of its own the stage holds what is held throughout
     beside = replace(plan, terms=(*plan.terms, *terms))
@@ -272,24 +277,13 @@ def _gram_seconds(rows: int, size: int, pace: DeviceSpeed) -> float:
 
 
 def _terms(layer: TreatedLayer, taken: dict[LoadedSide, RungCost], read: int, sent: int) -> list[Term]:
-    places: tuple[tuple[str, int, Literal["device", "host"]], ...] = (
-        ("read back", read, "host"),
-        ("factors on the device", sent, "device"),
-    )
-    found = [_term(name, "in² + out², as kept", size, place, layer.name) for name, size, place in places if size]
-    if not taken:
-        return found
-    # one side after the other
-    side, cost = max(taken.items(), key=lambda item: item[1].device_bytes + item[1].host_bytes)
-    formula = f"{cost.formula}, n = {side.size} of {side.name}"
-    if cost.host_bytes:
-        found.append(_term(cost.name, formula, cost.host_bytes, "host", layer.name))
-    if cost.device_bytes:
-        found.append(_term(cost.name, formula, cost.device_bytes, "device", layer.name))
-    return found
-
-
-def _term(name: str, formula: str, size: int, place: Literal["device", "host", "disk"], layer: str | None) -> Term:
-    return Term(
-        name=name, formula=formula, size_bytes=size, place=place, source="exact", stage="decomposition", layer=layer
-    )
+    sizes: list[tuple[str, str, int, Budgeted]] = [
+        ("read back", "in² + out², as kept", read, "host"),
+        ("factors on the device", "in² + out², as kept", sent, "device"),
+    ]
+    if taken:
+        # one side after the other
+        side, cost = max(taken.items(), key=lambda item: item[1].device_bytes + item[1].host_bytes)
+        formula = f"{cost.formula}, n = {side.size} of {side.name}"
+        sizes += [(cost.name, formula, cost.host_bytes, "host"), (cost.name, formula, cost.device_bytes, "device")]
+    return [term(*each, "decomposition", layer.name) for each in sizes if each[2]]

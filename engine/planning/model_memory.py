@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.distributed.sharded_tensors import is_sharded, local_bytes
-from engine.memory.plan import Term
+from engine.memory.plan import Term, term
 from engine.model.sharding.gathered_parameters import gathered_bytes
 from engine.workspace import Workspace
 
@@ -54,18 +54,14 @@ def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list
     size, converted, absent, gathered = weigh_model(workspace)
     found = []
     if place == "device" or absent:
-        found.append(Term(name="weights", formula="Σ bytes", size_bytes=size, place=place, source="exact"))
+        found.append(term("weights", "Σ bytes", size, place))
     if converted and (place == "device" or absent):
         formula = "Σ numbers · item, of another precision than they are measured in"
-        found.append(Term(name="converted weights", formula=formula, size_bytes=converted, place=place, source="exact"))
+        found.append(term("converted weights", formula, converted, place))
     if gathered:
         formula = "two largest units, and a parameter twice on its way"
-        found.append(
-            Term(name="gathered weights", formula=formula, size_bytes=gathered, place=place, source="estimated")
-        )
+        found.append(term("gathered weights", formula, gathered, place, source="estimated"))
     if place == "device" and absent:
         # they come from the files by way of the host
-        found.append(
-            Term(name="weights", formula="Σ bytes", size_bytes=size, place="host", source="exact", stage="model")
-        )
+        found.append(term("weights", "Σ bytes", size, "host", "model"))
     return found

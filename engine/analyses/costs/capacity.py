@@ -12,8 +12,8 @@ from engine.factors.representation_bytes import capacitance_bytes, gram_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
 from engine.linalg.lanczos import PANEL_BYTES
-from engine.memory.plan import BUDGETED, Term
-from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.memory.plan import BUDGETED, Term, term
+from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.planning.collection.seconds import Work
 
 _STAGE, _CHECK = "capacity", "cross_check"

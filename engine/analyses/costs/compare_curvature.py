@@ -13,8 +13,9 @@ from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import rungs
 from engine.memory.device_speed import typical_speed
+from engine.memory.plan import term
 from engine.operators.comparison import MOST_PRODUCTS
-from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.planning.analysis_cost import Cost, PlannedJob
 
 _STAGE = "compare_curvature"
 _HOST = torch.device("cpu")

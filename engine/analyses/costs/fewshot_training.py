@@ -35,6 +35,7 @@ from engine.image_data import SPLITS, ImageData
 from engine.memory.budget import MemoryBudget, give_back_host_memory, resident_bytes, warm_up
 from engine.memory.device_speed import typical_speed
 from engine.memory.plan import (
+    BUDGETED,
     DEVICE_LIBRARY_BYTES,
     LIBRARY_BYTES,
     Budgeted,
@@ -43,9 +44,9 @@ from engine.memory.plan import (
     Plan,
     Term,
     readable_bytes,
+    term,
 )
 from engine.model.pass_peak import StorageEvents
-from engine.planning.analysis_cost import term
 from engine.planning.job_plan import named_budget, smallest_budget
 from engine.training.mixed_precision import TrainingPrecision
 from engine.training.split_gradients import slices_inputs
@@ -251,7 +252,7 @@ class TrainingPlans:
         return self._plans[way]
 
     def _terms(self, way: TrainingWay) -> Iterator[Term]:
-        yield Term(name="process", formula="resident now", size_bytes=self.held_bytes, place="host", source="measured")
+        yield term("process", "resident now", self.held_bytes, "host", source="measured")
         yield term("libraries", "a constant, measured", LIBRARY_BYTES, "host", "throughout", source="estimated")
         if self.place == "device":
             formula = "2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured"
@@ -374,8 +375,5 @@ def images_of(workspace: Workspace) -> ImageData:
 def smallest_budgets(plans: TrainingPlans, budget: MemoryBudget) -> dict[Budgeted, Enough | None]:
     """Return the smallest budget of each place that some exact way fits."""
     plan = plans.chosen(budget)
-    found: dict[Budgeted, Enough | None] = {}
-    for place in ("device", "host"):
-        enough = smallest_budget(plans.chosen, budget, place)
-        found[place] = None if enough is None else named_budget(enough, plan, place)
-    return found
+    found = {place: smallest_budget(plans.chosen, budget, place) for place in BUDGETED}
+    return {place: each and named_budget(each, plan, place) for place, each in found.items()}

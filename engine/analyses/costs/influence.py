@@ -6,7 +6,8 @@ residuals too. Scores are held while a block is written.
 
 from catalog.analyses.influence import InfluenceParams
 from engine.analyses.costs.natural_gradient import gradient_pass_terms
-from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
+from engine.memory.plan import term
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 
 _STAGE = "influence"
 _OF_THE_SEARCH = 8

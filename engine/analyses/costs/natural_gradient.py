@@ -11,8 +11,8 @@ from engine.collection.probe import Probe, read_back_bytes
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
-from engine.memory.plan import BUDGETED, Term
-from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.memory.plan import BUDGETED, Term, term
+from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.planning.collection.seconds import batch_size
 from engine.planning.decomposition_memory import basis_dtype
 

@@ -17,8 +17,8 @@ from engine.factors.clipping.clipping_check import EXACT_ROWS, checking_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.device_speed import typical_speed
-from engine.memory.plan import BUDGETED, Budgeted
-from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob, term
+from engine.memory.plan import BUDGETED, Budgeted, term
+from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 from engine.planning.decomposition_memory import basis_dtype
 
 _STAGE = "reconstruction"

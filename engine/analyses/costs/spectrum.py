@@ -23,7 +23,8 @@ import torch
 from catalog.analyses.spectrum import SpectrumParams
 from engine.collection.probe import Probe
 from engine.linalg.panels import PANEL_NUMBERS
-from engine.planning.analysis_cost import Cost, PlannedJob, term
+from engine.memory.plan import term
+from engine.planning.analysis_cost import Cost, PlannedJob
 
 _STAGE = "spectrum"
 SEARCH_WIDTH = 8

@@ -28,7 +28,7 @@ from engine.factors.departure import departing_bytes
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, factor_sides
 from engine.memory.host_accumulation import pinned_bytes, staging_numbers
-from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
+from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term, term
 from engine.model.activation_memory import Saved
 from engine.planning.collection.reductions import reduction_terms
 from engine.planning.model_memory import weight_terms
@@ -119,17 +119,10 @@ def plan_of(
     )
     sizes.append(("self-check", "rows of 4 or 2 examples, beyond a slice", beyond, "estimated", "collection"))
     sums: Literal["device", "host"] = "host" if chosen.offload else place
-    accumulators = Term(
-        name="accumulators",
-        formula="Σ in² + Σ out², or T · out" + (", sums twice" if workspace.options.collection.batch_variance else ""),
-        size_bytes=most,
-        place=sums,
-        source="exact",
-        stage="collection",
-    )
-    terms = [accumulators] + [
-        Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage)
-        for name, formula, size, source, stage in sizes
+    formula = "Σ in² + Σ out², or T · out" + (", sums twice" if workspace.options.collection.batch_variance else "")
+    terms = [
+        term("accumulators", formula, most, sums, "collection"),
+        *(term(name, formula, size, place, stage, source=source) for name, formula, size, source, stage in sizes),
     ]
     if workspace.options.collection.nested and workspace.ports.scratch is None:
         triangles = probe.dtype.itemsize * sum(
@@ -137,15 +130,7 @@ def plan_of(
             for each in probe.layers
             for side, dense in sides_of(each, follows=each.name in probe.shared)
         )
-        terms.append(
-            Term(
-                name="nested sizes",
-                formula=f"{len(EIGHTHS)} · Σ triangles",
-                size_bytes=len(EIGHTHS) * triangles,
-                place="host",
-                source="exact",
-            )
-        )
+        terms.append(term("nested sizes", f"{len(EIGHTHS)} · Σ triangles", len(EIGHTHS) * triangles, "host"))
     # when ranks add up, the pass is over, and with it all of a slice
     terms += reduction_terms(workspace, probe, sums, slice_bytes)
     terms += [
@@ -159,19 +144,11 @@ def plan_of(
         terms += _staging_terms(place, numbers * probe.dtype.itemsize)
     if probe.repeated:
         held_back = sum(_arriving(call) for call in probe.calls) * examples // probe.examples
-        terms.append(
-            Term(
-                name="gradients that wait",
-                formula="slice · Σ outputs, until all of a direction are finite",
-                size_bytes=held_back,
-                place=place,
-                source="estimated",
-                stage="collection",
-            )
-        )
+        formula = "slice · Σ outputs, until all of a direction are finite"
+        terms.append(term("gradients that wait", formula, held_back, place, "collection", source="estimated"))
     terms += [
         *_library_terms(place),
-        Term(name="process", formula="resident now", size_bytes=held_bytes, place="host", source="measured"),
+        term("process", "resident now", held_bytes, "host", source="measured"),
         *weight_terms(workspace, place),
     ]
     return Plan(terms=tuple(terms), chosen=chosen)
@@ -179,27 +156,20 @@ def plan_of(
 
 def _staging_terms(place: Literal["device", "host"], panel_bytes: int) -> list[Term]:
     """Two panels where the job computes, and two on the host, which are pinned for a GPU."""
-    sizes: list[tuple[str, int, Literal["device", "host"]]] = [
-        ("2 panels", panel_bytes, place),
-        ("2 panels", panel_bytes, "host")
-        if place == "host"
-        else ("2 panels, each to a power of two, pinned", pinned_bytes(panel_bytes), "host"),
-    ]
+    pinned = "2 panels, each to a power of two, pinned", 2 * pinned_bytes(panel_bytes)
     return [
-        Term(name="staging", formula=formula, size_bytes=2 * size, place=end, source="exact", stage="collection")
-        for formula, size, end in sizes
+        term("staging", "2 panels", 2 * panel_bytes, place, "collection"),
+        term("staging", *(("2 panels", 2 * panel_bytes) if place == "host" else pinned), "host", "collection"),
     ]
 
 
 def _library_terms(place: Literal["device", "host"]) -> list[Term]:
     """What libraries take for themselves, on the host and where the job computes."""
-    sizes: list[tuple[str, int, Literal["device", "host"]]] = [("a constant, measured", LIBRARY_BYTES, "host")]
+    found = [term("libraries", "a constant, measured", LIBRARY_BYTES, "host", source="estimated")]
     if place == "device":
-        sizes.append(("2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured", DEVICE_LIBRARY_BYTES, place))
-    return [
-        Term(name="libraries", formula=formula, size_bytes=size, place=where, source="estimated")
-        for formula, size, where in sizes
-    ]
+        formula = "2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured"
+        found.append(term("libraries", formula, DEVICE_LIBRARY_BYTES, place, source="estimated"))
+    return found
 
 
 def leaving_terms(
@@ -209,14 +179,10 @@ def leaving_terms(
     if place == "host" or not waiting or not leaves_once(workspace):
         return []
     gathered, pinned = departing_bytes(largest * largest, probe.dtype.itemsize)
-    sizes: list[tuple[str, str, int, Literal["device", "host"]]] = [
-        ("factors that wait", "accumulators, until they are written", waiting, place),
-        ("panels", "of each thread what it gathers", gathered, place),
-        ("panels", "4 of each thread, pinned", pinned, "host"),
-    ]
     return [
-        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage="decomposition")
-        for name, formula, size, where in sizes
+        term("factors that wait", "accumulators, until they are written", waiting, place, "decomposition"),
+        term("panels", "of each thread what it gathers", gathered, place, "decomposition"),
+        term("panels", "4 of each thread, pinned", pinned, "host", "decomposition"),
     ]
 
 
@@ -320,20 +286,16 @@ def corrected_plan(
         for term in plan.terms
         if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.stage != "throughout"
     ]
-    sizes: list[tuple[str, str, int, Literal["device", "host"], Stage]] = [
-        ("bases", "Σ in² + out² + in · out", most, place, "correction"),
-        ("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
+    own = [
+        term("bases", "Σ in² + out² + in · out", most, place, "correction"),
+        term("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
     ]
     if len(parts) > 1:
-        sizes.append(("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
+        own.append(term("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
     else:
-        sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
+        own.append(term("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
         if place == "device":
-            sizes.append(("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
-    own = [
-        Term(name=name, formula=formula, size_bytes=size, place=where, source="exact", stage=stage)
-        for name, formula, size, where, stage in sizes
-    ]
+            own.append(term("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
     return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
 
 
