@@ -22,7 +22,7 @@ from api.settings import Settings
 from catalog.private_memory import hide_memory
 from jobs.errors import LedgerError, LedgerUnavailable, SchemaOutdated
 from jobs.parent_process import end_with_parent
-from jobs.schema.database import open_database, require_current_schema
+from jobs.schema.database import current_database
 from jobs.service_log import configure_logging, log_last_words
 
 gc.freeze()
@@ -64,11 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = Settings.from_environment(os.environ)
         require_descriptors(settings.connections)
-        engine = open_database(settings.ledger.database_url)
-        try:
-            require_current_schema(engine)
-        finally:
-            engine.dispose()
+        with current_database(settings.ledger.database_url):
+            pass
         app = create_app(settings)
     except LedgerUnavailable as error:
         sys.stderr.write(f"kronoscope api: {error}\n")

@@ -6,20 +6,23 @@
     ├── UsageError           the caller: mend the request
     │   ├── DocumentRefused      a job document with its complaints
     │   ├── IdempotencyConflict  one key, two documents
-    │   ├── ParameterRefused     a header or query parameter: IdempotencyKeyRefused, PageRefused
+    │   ├── ParameterRefused     a header or query parameter: PageRefused
     │   ├── JobEnded             a schedule for a job that needs none any more
     │   ├── JobNotFound          absent, or another tenant's: the same answer
     │   ├── JobStillActive       delete before cancel
     │   ├── QuotaExceeded        the tenant's files take all that they may
-    │   └── UploadRefused        sent by two at once, or other than declared
+    │   ├── UploadRefused        sent by two at once, or other than declared
+    │   └── ClassesInvalid       the autoscaler's file of machine classes
     ├── TransientError       we, by trying again
     │   ├── LedgerUnavailable    the database does not answer
     │   ├── StoreUnavailable     the store of artifacts does not answer
-    │   └── LeaseLost            another attempt owns the job now: stop and write nothing
+    │   ├── LeaseLost            another attempt owns the job now: stop and write nothing
+    │   └── LauncherFailed       a launcher refused, or did not answer: after the cool-down
     └── FatalError           the operator
         ├── SettingsInvalid
         ├── SchemaOutdated       migrate first
-        └── ArtifactDamaged      a file is not what was recorded
+        ├── ArtifactDamaged      a file is not what was recorded
+        └── LauncherMissing      a launcher's program is not installed here
 """
 
 from catalog.field_errors import Complaint
@@ -78,7 +81,6 @@ class IdempotencyConflict(UsageError):
         super().__init__(
             f"this idempotency key already belongs to job {job_id} with another document; take a new key for a new job"
         )
-        self.job_id = job_id
 
 
 class ParameterRefused(UsageError):
@@ -89,21 +91,13 @@ class ParameterRefused(UsageError):
         self.parameter = parameter
 
 
-class IdempotencyKeyRefused(ParameterRefused):
-    """The key cannot be kept."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("Idempotency-Key", message)
-
-
 class JobNotFound(UsageError):
     """No such job for this tenant."""
 
     status, kind, title = 404, "not-found", "Not found"
 
-    def __init__(self, job_id: str) -> None:
+    def __init__(self) -> None:
         super().__init__("there is no such job")
-        self.job_id = job_id
 
 
 class JobEnded(UsageError):
@@ -113,8 +107,6 @@ class JobEnded(UsageError):
 
     def __init__(self, job_id: str, state: str) -> None:
         super().__init__(f"job {job_id} is {state} already; submit it again with the schedule that you want")
-        self.job_id = job_id
-        self.state = state
 
 
 class JobStillActive(UsageError):
@@ -124,8 +116,6 @@ class JobStillActive(UsageError):
 
     def __init__(self, job_id: str, state: str) -> None:
         super().__init__(f"job {job_id} is {state}; cancel it and wait until it has ended")
-        self.job_id = job_id
-        self.state = state
 
 
 class PieceRefused(UsageError):
@@ -135,8 +125,6 @@ class PieceRefused(UsageError):
 
     def __init__(self, job_id: str, parent_id: str) -> None:
         super().__init__(f"job {job_id} is a piece of job {parent_id}, and goes with it; delete that one")
-        self.job_id = job_id
-        self.parent_id = parent_id
 
 
 class PageRefused(ParameterRefused):
@@ -156,8 +144,6 @@ class QuotaExceeded(UsageError):
             f"your files take {used_bytes:,} of the {quota_bytes:,} bytes that they may{wanted}; "
             "delete jobs that you no longer need, or ask the operator of this service for more"
         )
-        self.used_bytes = used_bytes
-        self.quota_bytes = quota_bytes
 
 
 class DiskTooSmall(UsageError):
@@ -205,8 +191,6 @@ class LeaseLost(TransientError):
         super().__init__(
             f"job {job_id} is no longer held under fence {fence}; this attempt must stop and write nothing"
         )
-        self.job_id = job_id
-        self.fence = fence
 
 
 class SettingsInvalid(FatalError):
@@ -222,3 +206,15 @@ class ArtifactDamaged(FatalError):
 
     kind, title = "artifact-damaged", "The file is damaged"
     answer = "the stored file is not what was recorded, so it is not served"
+
+
+class ClassesInvalid(UsageError):
+    """The file of machine classes cannot be read, or a field of it makes no sense."""
+
+
+class LauncherMissing(FatalError):
+    """A program that the launcher consists of is not installed on this machine."""
+
+
+class LauncherFailed(TransientError):
+    """The launcher refused to start or to list machines, or did not answer in time."""

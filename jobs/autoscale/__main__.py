@@ -22,7 +22,7 @@ from jobs.autoscale.launcher import Launcher
 from jobs.autoscale.processes import Processes
 from jobs.autoscale.slurm import Slurm
 from jobs.errors import LedgerError, LedgerUnavailable, TransientError, UsageError
-from jobs.schema.database import open_database, require_current_schema
+from jobs.schema.database import current_database
 from jobs.service_log import configure_logging, log_last_words
 from jobs.settings import ServiceSettings
 
@@ -39,15 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = ServiceSettings.from_environment(os.environ)
         file = read_classes(chosen.classes, chosen.launcher, settings.factories_of_any())
         launcher = _launcher(chosen.launcher, file)
-        engine = open_database(settings.ledger.database_url)
-        try:
-            require_current_schema(engine)
+        with current_database(settings.ledger.database_url) as engine:
             autoscaler = Autoscaler(engine, launcher, file, settings.ledger.running_jobs)
             if chosen.dry_run or chosen.once:
                 return _run_once(autoscaler, dry=chosen.dry_run)
             _run_on(autoscaler, chosen.every, told)
-        finally:
-            engine.dispose()
     except LedgerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, UsageError) else 3 if isinstance(error, TransientError) else 4

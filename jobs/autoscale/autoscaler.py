@@ -13,7 +13,6 @@ from catalog.record import record
 from jobs.autoscale.classes import ClassesFile
 from jobs.autoscale.decision import Decision, Refusal, decide
 from jobs.autoscale.demand import read_rooms, read_waiting
-from jobs.autoscale.errors import LauncherFailed
 from jobs.autoscale.launcher import Launcher, NewMachine
 from jobs.autoscale.machines import (
     Change,
@@ -26,6 +25,7 @@ from jobs.autoscale.machines import (
     offer,
     outstanding,
 )
+from jobs.errors import LauncherFailed
 from jobs.queue.reaper import reap_expired
 from jobs.schema.identifiers import new_id
 

@@ -29,8 +29,8 @@ from catalog.field_errors import suggestion
 from catalog.record import FieldError
 from catalog.requests.inputs import require_factory
 from catalog.requests.memory import amount_bytes
-from jobs.autoscale.errors import ClassesInvalid
 from jobs.devices.registry import DeviceKind
+from jobs.errors import ClassesInvalid
 
 LAUNCHERS = ("slurm", "kubernetes", "command")
 DEVICES: dict[str, DeviceKind] = {"cuda": "cuda", "cpu": "host", "fake": "fake"}

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.autoscale.errors import LauncherFailed
 from jobs.autoscale.launcher import Lent, NewMachine, Stage, ask, require_programs
+from jobs.errors import LauncherFailed
 
 
 class Kubernetes:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from catalog.record import record
-from jobs.autoscale.errors import LauncherFailed, LauncherMissing
+from jobs.errors import LauncherFailed, LauncherMissing
 
 Stage = Literal["pending", "running", "ending"]
 

@@ -154,22 +154,18 @@ def ask_for(connection: Connection, scope: str, machine_id: str, class_name: str
 
 def note_started(engine: Engine, machine_id: str, handle: str) -> None:
     """Write down the launcher's name of a machine that it has started."""
-    with writing(engine) as connection:
-        connection.execute(
-            update(machines)
-            .where(machines.c.id == machine_id, machines.c.state == "starting")
-            .values(state="pending", handle=handle[:200], changed_at=ledger_now())
-        )
+    _note(engine, machine_id, state="pending", handle=handle[:200])
 
 
 def note_failed(engine: Engine, machine_id: str, why: str) -> None:
     """Write down that a machine was not started."""
+    _note(engine, machine_id, state="failed", note=why[:_NOTE_CHARACTERS])
+
+
+def _note(engine: Engine, machine_id: str, **values: str) -> None:
+    starting = update(machines).where(machines.c.id == machine_id, machines.c.state == "starting")
     with writing(engine) as connection:
-        connection.execute(
-            update(machines)
-            .where(machines.c.id == machine_id, machines.c.state == "starting")
-            .values(state="failed", note=why[:_NOTE_CHARACTERS], changed_at=ledger_now())
-        )
+        connection.execute(starting.values(changed_at=ledger_now(), **values))
 
 
 def _state(row: Row[Any], lent: Lent | None) -> str:

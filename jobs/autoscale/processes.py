@@ -9,8 +9,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from jobs.autoscale.errors import LauncherFailed
 from jobs.autoscale.launcher import Lent, NewMachine
+from jobs.errors import LauncherFailed
 
 _VARIABLE = "KRONOSCOPE_MACHINE"
 _PROCESSES = Path("/proc")

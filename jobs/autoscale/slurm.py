@@ -6,8 +6,8 @@ after (`COMPLETING`) counts as a machine, but takes no job any more.
 
 from collections.abc import Mapping
 
-from jobs.autoscale.errors import LauncherFailed
 from jobs.autoscale.launcher import Lent, NewMachine, Stage, ask, require_programs
+from jobs.errors import LauncherFailed
 
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _THERE = ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")

@@ -25,11 +25,10 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.record import record
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
+from jobs.schema.database import insert_into, reading, writing
 from jobs.schema.tables import device_leases, devices, machines, worker_devices, workers
 
 DeviceKind = Literal["cuda", "fake", "host"]
@@ -110,7 +109,6 @@ def register(
         leased: UUIDs of devices with leases (`leased_devices`): what others hold there is not read anew.
     """
     with writing(engine) as connection:
-        insertion = _upsert(connection)
         values = {
             "id": worker.id,
             "node": worker.node[:200],
@@ -125,7 +123,7 @@ def register(
             "expires_at": ledger_now(expiry_seconds),
         }
         connection.execute(
-            insertion(workers)
+            insert_into(connection, workers)
             .values(values | {"started_at": ledger_now()})
             .on_conflict_do_update(index_elements=[workers.c.id], set_=values)
         )
@@ -283,7 +281,6 @@ def read_devices(connection: Connection) -> tuple[DeviceStatus, ...]:
 
 
 def _register_device(connection: Connection, worker: Worker, device: Device, *, leased: bool) -> None:
-    insertion = _upsert(connection)
     values = {
         "node": worker.node[:200],
         "kind": device.kind,
@@ -293,12 +290,12 @@ def _register_device(connection: Connection, worker: Worker, device: Device, *, 
     }
     others = {} if leased else _foreign(literal(device.uuid), literal(device.used_bytes, BigInteger))
     connection.execute(
-        insertion(devices)
+        insert_into(connection, devices)
         .values(values | {"uuid": device.uuid, "foreign_bytes": device.used_bytes, "foreign_at": ledger_now()})
         .on_conflict_do_update(index_elements=[devices.c.uuid], set_=values | others)
     )
     connection.execute(
-        insertion(worker_devices)
+        insert_into(connection, worker_devices)
         .values(worker_id=worker.id, device_uuid=device.uuid)
         .on_conflict_do_nothing(index_elements=[worker_devices.c.worker_id, worker_devices.c.device_uuid])
     )
@@ -315,7 +312,3 @@ def _foreign(uuid: ColumnElement[str], used: ColumnElement[int | None]) -> dict[
         "foreign_bytes": case((unread, devices.c.foreign_bytes), else_=used),
         "foreign_at": case((unread, devices.c.foreign_at), else_=ledger_now()),
     }
-
-
-def _upsert(connection: Connection) -> Any:  # noqa: ANN401 - the two dialects' own classes share no base
-    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert

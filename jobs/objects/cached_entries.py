@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Row, delete, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.record import plain
 from catalog.requests.cached_factors import CachedEntry, CachedFile
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
+from jobs.schema.database import insert_into, reading, writing
 from jobs.schema.tables import cached_factors, tenants
 
 _PLACE = ".place"
@@ -113,8 +112,7 @@ def forget_unused(engine: Engine) -> int:
 
 
 def _insert_once(connection: Connection, row: dict[str, Any]) -> bool:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(cached_factors).values(**row, left_at=ledger_now(), used_at=ledger_now())
+    statement = insert_into(connection, cached_factors).values(**row, left_at=ledger_now(), used_at=ledger_now())
     done = connection.execute(statement.on_conflict_do_nothing().returning(cached_factors.c.id))
     return done.scalar_one_or_none() is not None
 

@@ -62,11 +62,7 @@ def _give_one(path: Path, group: int) -> None:
 @contextlib.contextmanager
 def within(folder: Path) -> Iterator[None]:
     """Let this thread read what a job has written, with a group or as the service's user; start no thread meanwhile."""
-    group = _group(folder)
-    with contextlib.ExitStack() as acting:
-        if group is not None:
-            with contextlib.suppress(PermissionError):  # what is then opened says so
-                acting.enter_context(acting_as(group=group))
+    with _acting_for(folder, as_user=False):
         yield
 
 
@@ -84,11 +80,7 @@ def size(folder: Path) -> int:
 
     Those of its blocks, and of all that is below it; a file with several names counts once.
     """
-    group = _group(folder)
-    with contextlib.ExitStack() as acting:
-        if group is not None:
-            with contextlib.suppress(PermissionError):
-                acting.enter_context(acting_as(group, group))
+    with _acting_for(folder, as_user=True):
         blocks = {(status.st_dev, status.st_ino): status.st_blocks for status in statuses(folder)}
     return sum(blocks.values()) * _BLOCK_BYTES
 
@@ -106,6 +98,17 @@ def statuses(folder: Path) -> Iterator[os.stat_result]:
                     yield entry.stat(follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
                         left.append(entry.path)
+
+
+@contextlib.contextmanager
+def _acting_for(folder: Path, *, as_user: bool) -> Iterator[None]:
+    """Act by the group of a job's folder, on request as its user of the same number, where this process may."""
+    group = _group(folder)
+    with contextlib.ExitStack() as acting:
+        if group is not None:
+            with contextlib.suppress(PermissionError):  # what is then opened says so
+                acting.enter_context(acting_as(group if as_user else None, group))
+        yield
 
 
 def _group(folder: Path) -> int | None:

@@ -13,14 +13,13 @@ import hashlib
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from catalog.open_beneath import READ
 from jobs.errors import ArtifactDamaged
-from jobs.objects.object_store import PART, Source, StoredObject
+from jobs.objects.object_store import Source, StoredObject, written_beside
 
 CHUNK_BYTES = 2**20
 _MODE = 0o444
@@ -42,8 +41,7 @@ class LocalObjects:
         """Copy the file into place (`ObjectStore.put`)."""
         target = self._path(key)
         _make_folder(target.parent)
-        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
-        try:
+        with written_beside(target) as part:
             called = Path(source.name).name
             with open_plain(source, size_bytes, called=called) as file:
                 _copy(file, part)
@@ -56,8 +54,6 @@ class LocalObjects:
                 # its age begins now: it is not removed before a row names it
                 os.utime(part)
                 part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
         _sync_folder(target.parent)
 
     def has(self, key: str, size_bytes: int) -> bool:
@@ -82,15 +78,12 @@ class LocalObjects:
         """Link the file to another path of the same file system, or copy it (`ObjectStore.fetch`)."""
         with self.open(key, size_bytes) as file:
             status = os.fstat(file.fileno())
-        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
-        try:
+        with written_beside(target) as part:
             # objects of earlier versions are second names of what a job has written, and may write to
             _take(self._path(key), part, linked=status.st_uid == os.geteuid() and not status.st_mode & 0o022)
             with open_plain(part, size_bytes, called=key) as file:
                 require_digest(file, sha256, called=key)
             part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
         """List all files, also those under temporary names: being written, or left by a killed process."""

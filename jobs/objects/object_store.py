@@ -5,6 +5,8 @@ were found to be those declared. Ages are measured by the store's clock: no proc
 decides what is old enough to be removed.
 """
 
+import contextlib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -21,6 +23,16 @@ MARKS = "marks/"
 
 Source = Path | BinaryIO
 """A file that is to be stored: by its path, or open."""
+
+
+@contextlib.contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Give a temporary name for a file beside its target; what still has it at the end is removed."""
+    part = target.with_name(f"{PART}{uuid.uuid4().hex}")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @record

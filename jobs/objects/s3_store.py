@@ -42,7 +42,7 @@ from obstore.store import S3Store
 
 from jobs.errors import ArtifactDamaged, StoreUnavailable
 from jobs.objects.local_store import open_plain, require_digest
-from jobs.objects.object_store import MARKS, PART, Source, StoredObject
+from jobs.objects.object_store import MARKS, Source, StoredObject, written_beside
 from jobs.s3_settings import S3Settings
 
 _ALGORITHM = "AWS4-HMAC-SHA256"
@@ -153,9 +153,8 @@ class S3Objects:
 
     def fetch(self, key: str, target: Path, *, sha256: str, size_bytes: int) -> None:
         """Download the object and verify its digest (`ObjectStore.fetch`)."""
-        part = target.with_name(f"{PART}{uuid.uuid4().hex}")
         digest = hashlib.sha256()
-        try:
+        with written_beside(target) as part:
             with self.open(key, size_bytes) as stream, part.open("wb") as file:
                 while chunk := stream.read(_CHUNK_BYTES):
                     _require_name(file, key)
@@ -166,8 +165,6 @@ class S3Objects:
             if digest.hexdigest() != sha256:
                 raise ArtifactDamaged(f"artifact {key} has another SHA-256 than declared: its bytes have changed")
             part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
 
     def listing(self, prefix: str) -> Iterator[StoredObject]:
         """List all objects, page by page (`ObjectStore.listing`)."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jobs.errors import ArtifactDamaged
 from jobs.objects import job_folders
-from jobs.objects.object_store import PART, ObjectStore
+from jobs.objects.object_store import PART, ObjectStore, written_beside
 from jobs.schema.identifiers import is_id
 
 MANIFEST = "checkpoint/checkpoint.json"
@@ -119,12 +119,9 @@ class ScratchStore:
 
     def _put_index(self, prefix: str, index: dict[str, list[object]], folder: Path) -> None:
         text = json.dumps(index).encode()
-        place = folder / f"{PART}{uuid.uuid4().hex}"
-        try:
+        with written_beside(folder / _INDEX) as place:
             place.write_bytes(text)
             self._store.put(f"{prefix}{_INDEX}", place, sha256=hashlib.sha256(text).hexdigest(), size_bytes=len(text))
-        finally:
-            place.unlink(missing_ok=True)
 
     def _index(self, prefix: str) -> dict[str, tuple[str, int]]:
         size = next((each.size_bytes for each in self._store.listing(prefix) if each.key == f"{prefix}{_INDEX}"), None)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sqlalchemy import ColumnElement, Engine, and_, delete, func, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog import ANALYSES
 from catalog.record import plain
@@ -28,7 +27,7 @@ from jobs.errors import ArtifactDamaged, QuotaExceeded, UploadRefused
 from jobs.lifecycle import TERMINAL
 from jobs.objects.artifacts import ArtifactFolder, object_key
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import reading, writing
+from jobs.schema.database import insert_into, reading, writing
 from jobs.schema.tables import jobs, upload_files
 from jobs.tenancy.quotas import lock_usage
 
@@ -75,9 +74,8 @@ class Uploads:
         rows = [{**own, **each, "uri": object_key(self._tenant_id, each["sha256"])} for each in files]
         with writing(self._engine, self._tenant_id) as connection:
             before, quota = lock_usage(connection, self._tenant_id, default_bytes)
-            insert = (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(upload_files)
             again = {"index_elements": [_F.upload_id, _F.name], "set_": {"changed_at": ledger_now()}}
-            connection.execute(insert.values(rows).on_conflict_do_update(**again))
+            connection.execute(insert_into(connection, upload_files).values(rows).on_conflict_do_update(**again))
             after, _ = lock_usage(connection, self._tenant_id, default_bytes)
             if quota is not None and after > max(quota, before):
                 raise QuotaExceeded(before, quota, after - before)

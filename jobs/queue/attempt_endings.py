@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.frames import Failed, Finished
 from catalog.record import plain
@@ -27,7 +26,7 @@ from jobs.queue.division import forget_files_of_pieces, progress_between, tell_p
 from jobs.queue.fence import by_holder, draw_fenced, move
 from jobs.records import Claim
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import writing
+from jobs.schema.database import insert_into, writing
 from jobs.schema.tables import artifacts, model_digests
 
 _STORED = ("builtin", "huggingface")
@@ -45,8 +44,7 @@ def note_model(connection: Connection, claim: Claim, model_sha256: str | None) -
     if before is not None and before.model_sha256 == model_sha256:
         return None
     seen = {"model_sha256": model_sha256, "job_id": claim.job_id, "seen_at": ledger_now()}
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    added = dialect.insert(model_digests).values(tenant_id=claim.tenant_id, source_sha256=source, **seen)
+    added = insert_into(connection, model_digests).values(tenant_id=claim.tenant_id, source_sha256=source, **seen)
     connection.execute(added.on_conflict_do_update(index_elements=[_C.tenant_id, _C.source_sha256], set_=seen))
     if before is None:
         return None
@@ -65,10 +63,9 @@ def _source(document: Mapping[str, Any]) -> str | None:
     return sha256_of({"model": dict(model), "task": document.get("task"), "dtype": collection.get("dtype")})
 
 
-def _coverage(drawn: Row[Any], claim: Claim, *, refused: bool) -> dict[str, bool]:
-    """Whether the job was done in part, and whether a part of its model has a diagonal alone: lists are filtered so."""
-    collection = claim.document.get("collection") or {}
-    measured = assess_coverage(drawn.summary, collection.get("min_coverage"))
+def coverage_marks(summary: Mapping[str, Any] | None, min_coverage: float | None, *, refused: bool) -> dict[str, bool]:
+    """Return whether a job was done in part, and a part of its model has a diagonal alone: lists are filtered so."""
+    measured = assess_coverage(summary, min_coverage)
     return {
         "partial": refused or (measured is not None and measured.status == "partial"),
         "diagonal": measured is not None and measured.percent("diagonal") > 0,
@@ -93,7 +90,8 @@ def finish(engine: Engine, claim: Claim, frame: Finished | None = None) -> State
             manifest |= {name: value for name, value in plain(frame).items() if name != "frame"}
             notice = note_model(connection, claim, frame.model_sha256)
             manifest["notices"] = [*manifest["notices"], *([] if notice is None else [notice])]
-        manifest["coverage"] = _coverage(drawn, claim, refused=bool(manifest.get("refused")))
+        least = (claim.document.get("collection") or {}).get("min_coverage")
+        manifest["coverage"] = coverage_marks(drawn.summary, least, refused=bool(manifest.get("refused")))
         move(connection, drawn, state, {"manifest": manifest})
         tell_parent(connection, parent, drawn, state)
         return state

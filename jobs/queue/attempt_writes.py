@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Engine, Row, Table, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.frames import ArtifactWritten, LayerDone, LogLine, Planned, Started, Summarised
 from catalog.record import plain
@@ -23,7 +22,7 @@ from jobs.devices.leases import correct
 from jobs.devices.requirements import device_class
 from jobs.queue.fence import append_event, by_holder, change, draw_fenced
 from jobs.records import Claim
-from jobs.schema.database import writing
+from jobs.schema.database import insert_into, writing
 from jobs.schema.identifiers import is_id
 from jobs.schema.tables import artifacts, job_events, layer_results
 
@@ -119,33 +118,15 @@ def write_layer(engine: Engine, claim: Claim, frame: LayerDone) -> Written:
     A second digest for the same layer becomes an event and never replaces the first.
     """
     outcome = plain(frame.outcome)
-    digest = sha256_of(outcome)
-    key = {"job_id": claim.job_id, "kind": frame.kind, "ordinal": frame.ordinal}
+    key = {"kind": frame.kind, "ordinal": frame.ordinal}
+    data = {**key, "layer": frame.layer, "sha256": sha256_of(outcome)}
     with writing(engine) as connection:
         drawn = draw_fenced(connection, claim)
-        written = _insert_once(
-            connection,
-            layer_results,
-            key
-            | {
-                "tenant_id": claim.tenant_id,
-                "layer": frame.layer,
-                "attempt": claim.attempt,
-                "fence": claim.fence,
-                "sha256": digest,
-                "outcome": outcome,
-                "observed": plain(frame.observed),
-            },
-        )
         source = str(frame.observed.get("factors_from") or "").partition(",")[0]
         if drawn.factors_from is None and is_id(source):
             change(connection, drawn, {"factors_from": source})
-        data = {"kind": frame.kind, "ordinal": frame.ordinal, "layer": frame.layer, "sha256": digest}
-        if written:
-            append_event(connection, drawn, "layer", data)
-            return "written"
-        kept = connection.execute(select(layer_results.c.sha256).filter_by(**key)).scalar_one()
-        return _compare(connection, drawn, kept, data)
+        stored = {"outcome": outcome, "observed": plain(frame.observed)}
+        return _write_once(connection, drawn, (layer_results, key), ("layer", data), stored)
 
 
 @by_holder
@@ -155,29 +136,11 @@ def write_artifact(engine: Engine, claim: Claim, frame: ArtifactWritten, uri: st
     ``uri`` is the key under which `ArtifactFolder.publish` has stored the verified file. A second digest under the same
     name becomes an event and never replaces the first.
     """
-    key = {"job_id": claim.job_id, "name": frame.name}
+    key = {"name": frame.name}
+    data = {**key, "sha256": frame.sha256, "size_bytes": frame.size_bytes}
     with writing(engine) as connection:
-        drawn = draw_fenced(connection, claim)
-        written = _insert_once(
-            connection,
-            artifacts,
-            key
-            | {
-                "tenant_id": claim.tenant_id,
-                "attempt": claim.attempt,
-                "fence": claim.fence,
-                "sha256": frame.sha256,
-                "size_bytes": frame.size_bytes,
-                "media_type": frame.media_type,
-                "uri": uri,
-            },
-        )
-        data = {"name": frame.name, "sha256": frame.sha256, "size_bytes": frame.size_bytes}
-        if written:
-            append_event(connection, drawn, "artifact", data)
-            return "written"
-        kept = connection.execute(select(artifacts.c.sha256).filter_by(**key)).scalar_one()
-        return _compare(connection, drawn, kept, data)
+        drawn, stored = draw_fenced(connection, claim), {"media_type": frame.media_type, "uri": uri}
+        return _write_once(connection, drawn, (artifacts, key), ("artifact", data), stored)
 
 
 @by_holder
@@ -210,14 +173,23 @@ def _append_once(
     return int(drawn.event_seq)
 
 
-def _insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table).values(dict(values)).on_conflict_do_nothing().returning(table.c.job_id)
-    return connection.execute(statement).scalar_one_or_none() is not None
-
-
-def _compare(connection: Connection, drawn: Row[Any], kept: str, data: Mapping[str, Any]) -> Written:
+def _write_once(
+    connection: Connection,
+    drawn: Row[Any],
+    place: tuple[Table, Mapping[str, Any]],
+    event: tuple[str, Mapping[str, Any]],
+    stored: Mapping[str, Any],
+) -> Written:
+    """Insert a row of what a locked job's attempt has made, with its event; one that is there already stays."""
+    (table, key), (event_type, data) = place, event
+    own = {"tenant_id": drawn.tenant_id, "attempt": drawn.attempt, "fence": drawn.fence}
+    row = {"job_id": drawn.id, **own, **data, **stored}
+    new = insert_into(connection, table).values(row).on_conflict_do_nothing().returning(table.c.job_id)
+    if connection.execute(new).scalar_one_or_none() is not None:
+        append_event(connection, drawn, event_type, data)
+        return "written"
+    kept = connection.execute(select(table.c.sha256).filter_by(job_id=drawn.id, **key)).scalar_one()
     if kept == data["sha256"]:
         return "repeated"
-    append_event(connection, drawn, "digest_differs", dict(data) | {"kept_sha256": kept})
+    append_event(connection, drawn, "digest_differs", {**data, "kept_sha256": kept})
     return "differs"

@@ -20,6 +20,7 @@ from jobs.queue.attempt_writes import kept_stages
 from jobs.queue.fence import by_holder, change, draw_fenced, take
 from jobs.queue.piece_progress import percent_after_pieces
 from jobs.records import Claim
+from jobs.repository.row_records import read_row
 from jobs.scheduling.fair_share import is_within_cap
 from jobs.schema.clock import ledger_now, ledger_now_after
 from jobs.schema.database import writing
@@ -144,26 +145,14 @@ def _claim(connection: Connection, row: Row[Any], leased: DeviceLease | None) ->
             .order_by(layer_results.c.kind, layer_results.c.ordinal)
         )
         done = [(kind, ordinal) for kind, ordinal in connection.execute(query)]
-    return Claim(
+    return read_row(
+        Claim,
+        row,
         job_id=row.id,
-        tenant_id=row.tenant_id,
         kinds=tuple(row.kind.split(",")),
-        document=row.document,
-        document_sha256=row.document_sha256,
-        fence=row.fence,
-        claim_token=row.claim_token,
-        attempt=row.attempt,
-        failures=row.failures,
-        plan=row.plan,
-        manifest=row.manifest,
         completed=tuple(done),
-        cancel_requested_at=row.cancel_requested_at,
-        deadline_at=row.deadline_at,
         lease=leased,
-        parent_id=row.parent_id,
-        piece=row.piece,
         percent=percent_after_pieces(row.progress),
         kept=kept_stages(row.progress),
-        world_size=row.world_size,
         user_number=user_number(connection, row),
     )

@@ -38,7 +38,7 @@ from jobs.queue.children import (
     insert_children,
     move_again,
 )
-from jobs.queue.fence import append_event, by_holder, draw, draw_fenced, move
+from jobs.queue.fence import append_event, by_holder, draw, draw_fenced, move, own_failure
 from jobs.queue.piece_progress import note_success, progress_of_round
 from jobs.queue.series import drop_factors, go_on, series_place
 from jobs.records import Claim
@@ -80,7 +80,8 @@ def divide(engine: Engine, claim: Claim, frame: Divided, devices: int = 1) -> St
         try:
             pieces = _pieces_of(connection, drawn, frame, devices)
         except (FieldError, TypeError, ValueError) as error:
-            failure = _bad_division(str(error))
+            message = f"the job could not be divided: {error}; this is a fault of the service, so tell its operator"
+            failure = own_failure("fatal", _BAD, message)
             move(connection, drawn, "failed", {"failure": failure}, reason=_BAD)
             add_failure(connection, "fatal", _BAD, ends_job=True)
             tell_parent(connection, parent, drawn, "failed", failure)
@@ -218,17 +219,6 @@ def _pieces_of(connection: Connection, drawn: Row[Any], frame: Divided, devices:
     if any(piece["round"] == frame.round for piece in earlier):
         raise ValueError(f"the round `{frame.round}` was divided before")
     return pieces
-
-
-def _bad_division(why: str) -> dict[str, Any]:
-    return {
-        "category": "fatal",
-        "code": _BAD,
-        "message": f"the job could not be divided: {why}; this is a fault of the service, so tell its operator",
-        "pointer": None,
-        "layer": None,
-        "detail": None,
-    }
 
 
 def _fail_with(connection: Connection, parent: Row[Any], drawn: Row[Any], failure: Mapping[str, Any]) -> None:

@@ -121,6 +121,11 @@ def by_holder(
     return counted
 
 
+def own_failure(category: str, code: str, message: str) -> dict[str, Any]:
+    """Return the failure of a job that the ledger itself ends, as the frame of an attempt would say it."""
+    return {"category": category, "code": code, "message": message, "pointer": None, "layer": None, "detail": None}
+
+
 def change(connection: Connection, drawn: Row[Any], values: Mapping[str, Any]) -> None:
     """Set columns of a locked job."""
     connection.execute(update(jobs).where(jobs.c.id == drawn.id).values(dict(values)))

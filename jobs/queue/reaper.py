@@ -13,7 +13,7 @@ from jobs.metrics.counters import add, note_round
 from jobs.queue.attempt_endings import record_failure
 from jobs.queue.children import alone, draw_parent
 from jobs.queue.division import settle_stranded, tell_parent
-from jobs.queue.fence import draw, move
+from jobs.queue.fence import draw, move, own_failure
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import device_leases, jobs, workers
@@ -22,25 +22,16 @@ _log = logging.getLogger("kronoscope.jobs")
 
 _AT_ONCE = 100
 
-_SILENT = {
-    "category": "transient",
-    "code": "worker_lost",
-    "message": "the worker that ran this job fell silent: it was killed, or lost its machine or the database",
-    "pointer": None,
-    "layer": None,
-    "detail": None,
-}
-
-
-_OVERDUE = {
-    "category": "usage",
-    "code": "deadline_exceeded",
-    "message": "the deadline passed while the job was in the queue; submit it again with a later one",
-    "pointer": None,
-    "layer": None,
-    "detail": None,
-}
-
+_SILENT = own_failure(
+    "transient",
+    code="worker_lost",
+    message="the worker that ran this job fell silent: it was killed, or lost its machine or the database",
+)
+_OVERDUE = own_failure(
+    "usage",
+    code="deadline_exceeded",
+    message="the deadline passed while the job was in the queue; submit it again with a later one",
+)
 _SILENT_AND_OVERDUE = _OVERDUE | {
     "message": "the worker that ran this job fell silent, and then its deadline passed; what was done stays",
 }

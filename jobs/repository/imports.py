@@ -18,10 +18,10 @@ from catalog.frames import ArtifactWritten, Finished
 from catalog.record import canonical_json, plain, record
 from catalog.requests.job import JobDocument
 from catalog.requests.uploads import RUN_ARTIFACTS, RUN_TYPES, UploadView
-from catalog.responses.coverage import assess_coverage
 from jobs.codec import document_json, parse_claim, parse_document, sha256_of
 from jobs.errors import DocumentRefused, UploadRefused
 from jobs.objects.artifacts import ArtifactFolder, object_key
+from jobs.queue.attempt_endings import coverage_marks
 from jobs.queue.fence import announce, append_event
 from jobs.repository.submission import insert_job
 from jobs.schema.clock import ledger_now
@@ -181,9 +181,7 @@ def _files(claimed: _ClaimedJob, upload: UploadView, tenant_id: str) -> list[dic
 
 
 def _manifest(claimed: _ClaimedJob, document: JobDocument, summary: Mapping[str, Any]) -> dict[str, Any]:
-    measured = assess_coverage(summary, document.collection.min_coverage)
-    partial = bool(claimed.refused) or (measured is not None and measured.status == "partial")
-    coverage = {"partial": partial, "diagonal": measured is not None and measured.percent("diagonal") > 0}
+    coverage = coverage_marks(summary, document.collection.min_coverage, refused=bool(claimed.refused))
     facts = {name: value for name, value in plain(claimed).items() if name not in ("frame", "format", "state")}
     marks = {"imported": True, "notices": [_NOTICE, *claimed.notices], "coverage": coverage}
     return {**facts, **marks, "attempt": 0, "fence": 0}

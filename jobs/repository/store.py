@@ -133,7 +133,7 @@ def list_jobs(
         if asked.parent is not None:
             whole = select(jobs.c.id).where(*_owned(tenant_id, asked.parent))
             if connection.execute(whole).one_or_none() is None:
-                raise JobNotFound(asked.parent)
+                raise JobNotFound
         items, more = read_jobs(connection, query, asked.limit, asked.fields)
     return JobPage(items=items, next=items[-1].id if more else None)
 
@@ -157,7 +157,7 @@ def request_cancel(engine: Engine, tenant_id: str, job_id: str, by: str | None =
                 drop_factors(connection, whole)
         row = connection.execute(select(jobs).where(*_owned(tenant_id, job_id))).one_or_none()
         if row is None:
-            raise JobNotFound(job_id)
+            raise JobNotFound
         return job_record(row)
 
 
@@ -173,7 +173,7 @@ def reschedule(engine: Engine, tenant_id: str, job_id: str, schedule: Schedule) 
             return job_record(connection.execute(select(jobs).where(jobs.c.id == job_id)).one())
         drawn = draw(connection, *_owned(tenant_id, whole))
         if drawn is None:
-            raise JobNotFound(job_id)
+            raise JobNotFound
         if drawn.state in TERMINAL:
             raise JobEnded(whole, drawn.state)
         change(connection, drawn, {"priority": schedule.priority, "deadline_at": deadline_of(schedule)})
@@ -208,7 +208,7 @@ def annotate(
     with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id))
         if drawn is None:
-            raise JobNotFound(job_id)
+            raise JobNotFound
         # the number of the next event is drawn already
         require(replace(job_record(drawn), event_seq=drawn.event_seq - 1))
         if changed := {name: value or None for name, value in named.items() if value is not None}:
@@ -227,7 +227,7 @@ def delete_job(engine: Engine, tenant_id: str, job_id: str, *, estimate: bool = 
     with writing(engine, tenant_id) as connection:
         drawn = draw(connection, *_owned(tenant_id, job_id, estimate=estimate))
         if drawn is None:
-            raise JobNotFound(job_id)
+            raise JobNotFound
         if drawn.state not in TERMINAL:
             raise JobStillActive(job_id, drawn.state)
         if drawn.parent_id is not None:

@@ -9,7 +9,6 @@ import re
 from typing import Any
 
 from sqlalchemy import Connection, Engine, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.requests.estimate import ESTIMATE
 from catalog.requests.job import JobDocument
@@ -19,8 +18,8 @@ from catalog.requests.series import checkpoint_documents
 from jobs.codec import document_json, sha256_of
 from jobs.errors import (
     IdempotencyConflict,
-    IdempotencyKeyRefused,
     JobNotFound,
+    ParameterRefused,
 )
 from jobs.queue.fence import announce, append_event, draw
 from jobs.queue.series import start_series
@@ -30,7 +29,7 @@ from jobs.repository.row_records import job_record
 from jobs.scheduling.deadlines import deadline_of, require_in_time, stored_schedule
 from jobs.scheduling.fair_share import AHEAD
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import note_queued, reading, writing
+from jobs.schema.database import insert_into, note_queued, reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import jobs
 from jobs.tenancy.quotas import require_place
@@ -43,12 +42,13 @@ def check_idempotency_key(key: str | None) -> None:
     """Refuse a key that could not be stored, of a job or of a document that is only validated; None is none.
 
     Raises:
-        IdempotencyKeyRefused: If it is not 1 to 255 visible ASCII characters.
+        ParameterRefused: If it is not 1 to 255 visible ASCII characters.
     """
     if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
-        raise IdempotencyKeyRefused(
+        raise ParameterRefused(
+            "Idempotency-Key",
             f"must be 1 to 255 visible ASCII characters without blanks (got {len(key):,} characters); take a UUID, or "
-            "leave the header out"
+            "leave the header out",
         )
 
 
@@ -83,7 +83,7 @@ def submit(
     Raises:
         DocumentRefused: If the deadline has passed already.
         IdempotencyConflict: If the key stored another document, or the same by another name or on another schedule.
-        IdempotencyKeyRefused: If the key is not 1 to 255 visible ASCII characters.
+        ParameterRefused: If the key is not 1 to 255 visible ASCII characters.
         QueueFull: If there is no place for all its jobs.
     """
     check_idempotency_key(idempotency_key)
@@ -127,13 +127,13 @@ def submit(
         if job_id is None:
             earlier = _earlier(connection, tenant_id, idempotency_key, digest, (document.name, asked))
             if earlier is None:
-                raise JobNotFound(idempotency_key or "")
+                raise JobNotFound
             return earlier
         if most is not None:
             require_place(connection, tenant_id, most, (1, 1) if estimate else places_of(document), job_id)
         drawn = draw(connection, jobs.c.id == job_id)
         if drawn is None:
-            raise JobNotFound(job_id)
+            raise JobNotFound
         require_in_time(drawn.deadline_at, drawn.now)
         append_event(connection, drawn, "state", {"state": drawn.state, "attempt": 0})
         announce(connection, drawn, None, drawn.state)
@@ -221,9 +221,8 @@ def _earlier(
 
 def insert_job(connection: Connection, values: dict[str, Any]) -> str | None:
     """Insert a job and return its id, or None where the idempotency key is taken (a concurrent insert is awaited)."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = (
-        dialect.insert(jobs)
+        insert_into(connection, jobs)
         .values(values)
         .on_conflict_do_nothing(index_elements=[jobs.c.tenant_id, jobs.c.idempotency_key])
         .returning(jobs.c.id)

@@ -6,10 +6,10 @@ names. Several may archive one job at once: all but one find, in that transactio
 """
 
 import uuid
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Engine, Row, Select, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from catalog.requests.estimate import ESTIMATE
@@ -30,17 +30,6 @@ _ESTIMATES_AT_ONCE = 500
 _DAY_SECONDS = 86_400
 _STAYING = "state"
 """Events of this type stay in the ledger too: they are few, and a reader who resumes finds the job's end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ended:
-    """A job that is due to be archived."""
-
-    id: str
-    tenant_id: str
-    attempt: int
-    fence: int
-    event_seq: int
 
 
 class _Changed(Exception):
@@ -100,7 +89,7 @@ def forget_estimates(engine: Engine, days: float) -> int:
         return connection.execute(delete(jobs).where(jobs.c.id.in_(old.limit(_ESTIMATES_AT_ONCE)))).rowcount
 
 
-def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], drop_files: bool) -> list[_Ended]:
+def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], drop_files: bool) -> Sequence[Row[Any]]:
     columns = (jobs.c.id, jobs.c.tenant_id, jobs.c.attempt, jobs.c.fence, jobs.c.event_seq)
     due = (
         *_ended(days),
@@ -109,10 +98,9 @@ def _next(engine: Engine, days: float, limit: int, *, besides: Iterable[str], dr
         _is_over(),
         *(unnamed() if drop_files else ()),
     )
-    query = select(*columns).where(*due, jobs.c.id.not_in(tuple(besides)))
+    query: Select[Any] = select(*columns).where(*due, jobs.c.id.not_in(tuple(besides)))
     with reading(engine) as connection:
-        found = connection.execute(query.order_by(jobs.c.finished_at).limit(limit)).mappings()
-        return [_Ended(**row) for row in found]
+        return connection.execute(query.order_by(jobs.c.finished_at).limit(limit)).all()
 
 
 def _is_over() -> ColumnElement[bool]:
@@ -130,7 +118,7 @@ def _ended(days: float) -> tuple[ColumnElement[bool], ...]:
     )
 
 
-def _archive(engine: Engine, folder: ArtifactFolder, job: _Ended, *, drop_files: bool) -> bool:
+def _archive(engine: Engine, folder: ArtifactFolder, job: Row[Any], *, drop_files: bool) -> bool:
     """Archive one job; whether it was this call that did."""
     files = [each for each in list_artifacts(engine, job.tenant_id, job.id) if each.name != NAME]
     contents = Contents(
@@ -147,7 +135,7 @@ def _archive(engine: Engine, folder: ArtifactFolder, job: _Ended, *, drop_files:
         raise ArtifactDamaged(f"job {job.id} cannot be archived: it has a file of its own called {NAME}") from error
 
 
-def _keep(engine: Engine, folder: ArtifactFolder, job: _Ended, contents: Contents, files: list[Artifact]) -> Artifact:
+def _keep(engine: Engine, folder: ArtifactFolder, job: Row[Any], contents: Contents, files: list[Artifact]) -> Artifact:
     """Put the archive, and read it back."""
     # staged where attempts stage, so that what a killed process leaves there is swept as theirs is
     staged = f"archive-{uuid.uuid4().hex}"
@@ -172,7 +160,7 @@ def _keep(engine: Engine, folder: ArtifactFolder, job: _Ended, contents: Content
     return archive
 
 
-def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact, *, drop_files: bool) -> bool:
+def _exchange(engine: Engine, job: Row[Any], contents: Contents, archive: Artifact, *, drop_files: bool) -> bool:
     """List the archive and remove what it holds, all at once or nothing."""
     with writing(engine) as connection:
         taken = connection.execute(
@@ -215,7 +203,7 @@ def _exchange(engine: Engine, job: _Ended, contents: Contents, archive: Artifact
         return True
 
 
-def _events(engine: Engine, job: _Ended) -> Iterator[Event]:
+def _events(engine: Engine, job: Row[Any]) -> Iterator[Event]:
     seq = 0
     while page := events_after(engine, job.tenant_id, job.id, seq):
         yield from page

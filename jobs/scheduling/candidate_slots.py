@@ -49,13 +49,19 @@ class CandidateSlot:
     """The ranks of a job that it is for; None for a host, which ranks share however many they are."""
 
 
-def candidates_query(dialect: str, limit: int, slots: Sequence[CandidateSlot], *, capped: bool) -> Select[Any]:
+@functools.lru_cache(maxsize=_SHAPES)
+def candidates_query(dialect: str, limit: int, slots: tuple[CandidateSlot, ...], *, capped: bool) -> Select[Any]:
     """Build the query for the next jobs that fit into a slot, with the label of the slot of each as `device`.
 
     It is executed with `most_bytes`, the most that is free on any device, `before_grace`, the grace in seconds as a
     negative number, `slot_values` of each slot, and where it is capped `most_running`, the cap.
     """
-    return _built(dialect, limit, tuple(slots), capped)
+    taken = [(_takes(number, slot), bindparam(f"device_{number}", type_=String())) for number, slot in enumerate(slots)]
+    # what fits nowhere is passed over by one comparison
+    claimable = and_(_bytes("most_bytes") >= NEEDS, is_due(), or_(*(condition for condition, _ in taken)))
+    if capped:
+        claimable = and_(claimable, has_running_slot())
+    return fair_order(dialect, limit, claimable, case(*taken))
 
 
 def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequence[int]) -> dict[str, Any]:  # noqa: ANN401 - a row of `jobs`
@@ -70,16 +76,6 @@ def slot_values(number: int, device: str, free_bytes: int, kept: Any, most: Sequ
             f"kept_since_{number}": kept.queued_at,
         }
     return values
-
-
-@functools.lru_cache(maxsize=_SHAPES)
-def _built(dialect: str, limit: int, slots: tuple[CandidateSlot, ...], capped: bool) -> Select[Any]:
-    taken = [(_takes(number, slot), bindparam(f"device_{number}", type_=String())) for number, slot in enumerate(slots)]
-    # what fits nowhere is passed over by one comparison
-    claimable = and_(_bytes("most_bytes") >= NEEDS, is_due(), or_(*(condition for condition, _ in taken)))
-    if capped:
-        claimable = and_(claimable, has_running_slot())
-    return fair_order(dialect, limit, claimable, case(*taken))
 
 
 def _takes(number: int, slot: CandidateSlot) -> ColumnElement[bool]:

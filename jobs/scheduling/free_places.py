@@ -8,11 +8,11 @@ alone, and of those that may go before it (`jobs.scheduling.candidate_slots`).
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 
 from catalog.record import record
 from jobs.devices.requirements import device_class, needs_on
-from jobs.scheduling.candidate_slots import CandidateSlot, slot_values
+from jobs.scheduling.candidate_slots import CandidateSlot, candidates_query, slot_values
 from jobs.scheduling.fleet import FleetDevice, Offer
 
 
@@ -89,7 +89,33 @@ def _groups(offered: Sequence[tuple[FleetDevice, Offer]]) -> list[FreePlace]:
     return places
 
 
-def candidate_slot(
+def find_candidates(
+    connection: Connection,
+    places: Sequence[FreePlace],
+    fleet: Sequence[FleetDevice],
+    grace_seconds: float,
+    most_running: int,
+    limit: int,
+) -> Sequence[Row[Any]]:
+    """Return the next jobs that may be put on places by their workers now, each with the label of one as `device`.
+
+    Args:
+        fleet: The devices to whose smaller ones a job is left for the grace.
+        most_running: Cap on the running jobs of a tenant; 0 sets none.
+    """
+    slots: list[CandidateSlot] = []
+    values = {"most_bytes": max(each.free_bytes for each in places), "before_grace": -grace_seconds}
+    if most_running:
+        values["most_running"] = most_running
+    for number, place in enumerate(places):
+        slot, slot_parameters = _candidate_slot(fleet, place, number)
+        slots.append(slot)
+        values |= slot_parameters
+    query = candidates_query(connection.dialect.name, limit, tuple(slots), capped=most_running > 0)
+    return connection.execute(query, values).all()
+
+
+def _candidate_slot(
     fleet: Sequence[FleetDevice], place: FreePlace, number: int
 ) -> tuple[CandidateSlot, Mapping[str, Any]]:
     """Return which queued jobs may be put on a place by its worker now."""

@@ -19,7 +19,7 @@ from jobs.devices.leases import Place
 from jobs.devices.offered_classes import offered_class
 from jobs.devices.requirements import suits_condition
 from jobs.records import Job
-from jobs.scheduling.candidate_slots import NEEDS, candidates_query
+from jobs.scheduling.candidate_slots import NEEDS
 from jobs.scheduling.device_groups import (
     could_start,
     groups_to_reserve,
@@ -28,7 +28,7 @@ from jobs.scheduling.device_groups import (
 )
 from jobs.scheduling.fair_share import AHEAD, is_due, tenants_without_slot
 from jobs.scheduling.fleet import FleetDevice, Offer, offered_by, read_fleet
-from jobs.scheduling.free_places import candidate_slot, free_places
+from jobs.scheduling.free_places import find_candidates, free_places
 from jobs.scheduling.queue_position import queue_position
 from jobs.scheduling.waiting_reason import NO_WALLS, waiting_placement
 from jobs.schema.clock import ledger_now
@@ -58,16 +58,8 @@ def next_places(
         free = [(each, offer) for each, offer in own if each.free_bytes >= 0]
         if not free:
             return []
-        slots, values = [], {"most_bytes": max(each.free_bytes for each, _ in free), "before_grace": -grace_seconds}
-        if most_running:
-            values["most_running"] = most_running
         by_label = {place.label: place for place in free_places(free)}
-        for number, place in enumerate(by_label.values()):
-            slot, slot_parameters = candidate_slot(fleet, place, number)
-            slots.append(slot)
-            values |= slot_parameters
-        query = candidates_query(connection.dialect.name, limit, slots, capped=most_running > 0)
-        found = connection.execute(query, values).all()
+        found = find_candidates(connection, list(by_label.values()), fleet, grace_seconds, most_running, limit)
         chosen = {row.id: by_label[row.device] for row in found if row.device is not None}
         rows = _rows_of(connection, [job_id for job_id, place in chosen.items() if (place.ranks or 1) > 1])
     uuids = {job_id: place.uuids_for(rows.get(job_id)) for job_id, place in chosen.items()}

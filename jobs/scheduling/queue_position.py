@@ -12,9 +12,8 @@ from typing import Any
 from sqlalchemy import Connection, Row
 
 from catalog.record import record
-from jobs.scheduling.candidate_slots import candidates_query
 from jobs.scheduling.fleet import FleetDevice, offered_by
-from jobs.scheduling.free_places import FreePlace, candidate_slot, free_places
+from jobs.scheduling.free_places import FreePlace, find_candidates, free_places
 
 _MOST = 100
 """The most jobs that are counted: reading more would take longer the more there are."""
@@ -49,16 +48,8 @@ def queue_position(
     places = _places_once_empty([each for each in fleet if each.could_hold(job, live=True, taking=True)])
     if not places:
         return None
-    slots, values = [], {"most_bytes": max(each.free_bytes for each in places), "before_grace": 0.0}
-    if most_running:
-        values["most_running"] = most_running
-    for number, place in enumerate(places):
-        # no smaller devices: what is left to them for a grace is claimed before it all the same
-        slot, slot_parameters = candidate_slot([], place, number)
-        slots.append(slot)
-        values |= slot_parameters
-    query = candidates_query(connection.dialect.name, _MOST, slots, capped=most_running > 0)
-    rows = connection.execute(query, values).all()
+    # no smaller devices: what is left to them for a grace is claimed before it all the same
+    rows = find_candidates(connection, places, (), 0.0, most_running, _MOST)
     ids = [row.id for row in rows]
     if job.id not in ids and len(rows) < _MOST:
         return None

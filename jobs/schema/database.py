@@ -21,7 +21,8 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, exc, make_url, text
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, Table, create_engine, event, exc, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.record import canonical_json
 from jobs.errors import LedgerUnavailable, SchemaOutdated, SettingsInvalid
@@ -70,30 +71,25 @@ def open_database(url: str, *, tenants_apart: bool = False) -> Engine:
     """
     parsed = _parse(url)
     options = {} if tenants_apart else {_TENANT: ALL_TENANTS}
-    if parsed.get_backend_name() == "sqlite":
-        engine = create_engine(
-            parsed,
-            hide_parameters=True,
-            execution_options=options,
-            json_serializer=canonical_json,
-            pool_size=5,
-            max_overflow=5,
-            pool_timeout=30,
-        )
-        event.listen(engine, "connect", _configure_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-        event.listen(engine, "begin", _tenant_of)
-        return engine
-    patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
-    engine = create_engine(
+    connect = functools.partial(
+        create_engine,
         parsed,
         hide_parameters=True,  # an error that is logged quotes no row of a tenant
         json_serializer=canonical_json,
         pool_size=5,
         max_overflow=5,
+        execution_options=options,
+    )
+    if parsed.get_backend_name() == "sqlite":
+        engine: Engine = connect(pool_timeout=30)
+        event.listen(engine, "connect", _configure_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        event.listen(engine, "begin", _tenant_of)
+        return engine
+    patience = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in parsed.query}
+    engine = connect(
         pool_timeout=5,
         pool_pre_ping=True,  # a connection that a restart has ended is noticed before it is used
-        execution_options=options,
         connect_args={"options": _POSTGRES_OPTIONS, **patience},
     )
     event.listen(engine, "do_connect", _connect_limited)
@@ -283,6 +279,22 @@ def upgrade_schema(url: str, role: str | None = None) -> None:
             command.upgrade(migration_config(connection), "head")
     finally:
         engine.dispose()
+
+
+@contextmanager
+def current_database(url: str) -> Iterator[Engine]:
+    """Open a database for a program, whose connections end with it; as `open_database` and `require_current_schema`."""
+    engine = open_database(url)
+    try:
+        require_current_schema(engine)
+        yield engine
+    finally:
+        engine.dispose()
+
+
+def insert_into(connection: Connection, table: Table) -> Any:  # noqa: ANN401 - the two dialects' classes share no base
+    """Begin an insertion that says what to do where a row is there already."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
 def require_current_schema(engine: Engine) -> None:

@@ -6,12 +6,15 @@ JSON is kept as the text it was written as (`json`, not `jsonb`): jsonb rewrites
 1e16 comes back as an integer and -0.0 as 0.0, and a digest over the text would no longer hold.
 """
 
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
     CheckConstraint,
     Column,
+    ColumnElement,
     ForeignKey,
     Index,
     Integer,
@@ -49,6 +52,11 @@ def _json() -> JSON:
 
 def _tenant() -> Column[str]:
     return Column("tenant_id", _Id, ForeignKey("tenants.id"), nullable=False)
+
+
+def _partial(name: str, where: str, *columns: ColumnElement[Any], unique: bool = False) -> None:
+    """Add an index of the rows that fit a condition."""
+    Index(name, *columns, unique=unique, postgresql_where=text(where), sqlite_where=text(where))
 
 
 def _job(*, primary_key: bool = False) -> Column[str]:
@@ -134,29 +142,11 @@ jobs = Table(
     Index(None, "tenant_id", "factors_from"),
 )
 
-Index(
-    "ix_jobs_waiting",
-    jobs.c.tenant_id,
-    jobs.c.priority.desc(),
-    jobs.c.queued_at,
-    jobs.c.id,
-    postgresql_where=text("state = 'queued'"),
-    sqlite_where=text("state = 'queued'"),
-)
+_partial("ix_jobs_waiting", "state = 'queued'", jobs.c.tenant_id, jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
 
-Index(
-    "ix_jobs_retained",
-    jobs.c.finished_at,
-    postgresql_where=text("finished_at IS NOT NULL AND archived_at IS NULL"),
-    sqlite_where=text("finished_at IS NOT NULL AND archived_at IS NULL"),
-)
+_partial("ix_jobs_retained", "finished_at IS NOT NULL AND archived_at IS NULL", jobs.c.finished_at)
 
-Index(
-    "ix_jobs_overdue",
-    jobs.c.deadline_at,
-    postgresql_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
-    sqlite_where=text("state = 'queued' AND deadline_at IS NOT NULL"),
-)
+_partial("ix_jobs_overdue", "state = 'queued' AND deadline_at IS NOT NULL", jobs.c.deadline_at)
 
 job_events = Table(
     "job_events",
@@ -343,13 +333,7 @@ device_leases = Table(
     Index(None, "device_uuid"),
 )
 
-Index(
-    "ix_device_leases_whole",
-    device_leases.c.device_uuid,
-    unique=True,
-    postgresql_where=text("whole"),
-    sqlite_where=text("whole"),
-)
+_partial("ix_device_leases_whole", "whole", device_leases.c.device_uuid, unique=True)
 
 counters = Table(
     "counters",

@@ -23,14 +23,13 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from sqlalchemy import ColumnElement, Connection, Engine, insert, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from catalog.record import plain
 from jobs.environment import secret as read_secret
 from jobs.errors import LedgerError, SettingsInvalid, TransientError
 from jobs.records import Caller, Scope
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import open_database, reading, require_current_schema, writing
+from jobs.schema.database import current_database, insert_into, reading, writing
 from jobs.schema.identifiers import new_id
 from jobs.schema.tables import api_keys, tenants
 from jobs.service_log import configure_logging, write_audit_line
@@ -144,9 +143,8 @@ def check_secret(secret: str) -> None:
 
 
 def _tenant_id(connection: Connection, name: str) -> str:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     connection.execute(
-        dialect.insert(tenants)
+        insert_into(connection, tenants)
         .values(id=new_id(), name=name, created_at=ledger_now())
         .on_conflict_do_nothing(index_elements=[tenants.c.name])
     )
@@ -195,13 +193,9 @@ def _create(chosen: argparse.Namespace) -> int:
         raise SettingsInvalid(
             "KRONOSCOPE_KEY_SECRET is not set; keys are kept under the secret that the API verifies with"
         )
-    engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
-    try:
-        require_current_schema(engine)
+    with current_database(LedgerSettings.from_environment(os.environ).database_url) as engine:
         _require_own_database(engine, chosen.tenant)
         key = create_key(engine, pepper, chosen.tenant, tuple(chosen.scope or ("read", "submit")), chosen.expires)
-    finally:
-        engine.dispose()
     write_audit_line(action="create_key", outcome="done", key=key_id(key))
     sys.stderr.write("keep this key now, it is shown only once:\n")
     sys.stdout.write(f"{key}\n")
@@ -223,24 +217,16 @@ def _require_own_database(engine: Engine, tenant: str) -> None:
 
 
 def _revoke(chosen: argparse.Namespace) -> int:
-    engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
-    try:
-        require_current_schema(engine)
+    with current_database(LedgerSettings.from_environment(os.environ).database_url) as engine:
         revoked = revoke_key(engine, chosen.key)
-    finally:
-        engine.dispose()
     write_audit_line(action="revoke_key", outcome="done" if revoked else "unknown", key=key_id(chosen.key))
     sys.stderr.write("revoked\n" if revoked else "there is no such key, or it was revoked earlier\n")
     return 0 if revoked else 2
 
 
 def _list(chosen: argparse.Namespace) -> int:
-    engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
-    try:
-        require_current_schema(engine)
+    with current_database(LedgerSettings.from_environment(os.environ).database_url) as engine:
         keys = list_keys(engine, chosen.tenant)
-    finally:
-        engine.dispose()
     if chosen.json:
         sys.stdout.write(json.dumps([plain(each) for each in keys], indent=2, default=_iso) + "\n")
         return 0

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Engine, bindparam, or_, select, update
+from sqlalchemy import Engine, Select, bindparam, or_, select, update
 
 from catalog.record import record
+from jobs.repository.row_records import read_row
 from jobs.schema.clock import ledger_now
 from jobs.schema.database import reading, writing
 from jobs.schema.tables import api_keys, tenants
@@ -91,7 +93,7 @@ class KeyUses:
 def list_keys(engine: Engine, tenant: str | None = None) -> tuple[KeyRecord, ...]:
     """Return the keys of the service, of all tenants or of one."""
     columns = [each for each in api_keys.c if each.name not in {"id", "tenant_id", "hmac"}]
-    query = (
+    query: Select[Any] = (
         select(*columns, tenants.c.name, ledger_now().label("now"))
         .join(tenants, tenants.c.id == api_keys.c.tenant_id)
         .order_by(tenants.c.name, api_keys.c.created_at, api_keys.c.id)
@@ -101,16 +103,13 @@ def list_keys(engine: Engine, tenant: str | None = None) -> tuple[KeyRecord, ...
     with reading(engine) as connection:
         rows = connection.execute(query).all()
     return tuple(
-        KeyRecord(
+        read_row(
+            KeyRecord,
+            row,
             key=row.prefix,
             tenant=row.name,
             scopes=tuple(row.scopes.split(" ")),
             state=_state(row.revoked_at, row.expires_at, row.now),
-            created_at=row.created_at,
-            expires_at=row.expires_at,
-            revoked_at=row.revoked_at,
-            last_used_at=row.last_used_at,
-            last_used_from=row.last_used_from,
         )
         for row in rows
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from sqlalchemy import Engine, text
 
 from jobs.errors import LedgerError, TransientError
-from jobs.schema.database import open_database, reading, require_current_schema
+from jobs.schema.database import current_database, reading
 from jobs.settings import LedgerSettings
 from jobs.tenancy.quotas import set_quota, usage
 
@@ -62,13 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         settings = LedgerSettings.from_environment(os.environ)
-        engine = open_database(settings.database_url)
-        try:
-            require_current_schema(engine)
+        with current_database(settings.database_url) as engine:
             known = chosen.command == "show" or set_quota(engine, chosen.name, chosen.bytes)
             found = usage(engine, chosen.name, settings.stored_bytes)
-        finally:
-            engine.dispose()
     except LedgerError as error:
         sys.stderr.write(f"{error}\n")
         return 3 if isinstance(error, TransientError) else 4

@@ -29,7 +29,7 @@ from catalog.public_address import Address, is_public
 from jobs.errors import LedgerError, LedgerUnavailable, SettingsInvalid
 from jobs.parent_process import end_with_parent
 from jobs.schema.clock import ledger_now
-from jobs.schema.database import open_database, reading, require_current_schema, writing
+from jobs.schema.database import current_database, reading, writing
 from jobs.schema.webhook_tables import webhook_deliveries, webhooks
 from jobs.service_log import configure_logging, log_last_words
 from jobs.settings import LedgerSettings, WebhookSettings
@@ -179,9 +179,8 @@ def main() -> int:
         settings = WebhookSettings.from_environment(os.environ)
         if settings.webhook_key is None:
             raise SettingsInvalid("KRONOSCOPE_WEBHOOK_KEY is not set; set it to the API's")
-        engine = open_database(LedgerSettings.from_environment(os.environ).database_url)
-        require_current_schema(engine)
-        Sender(engine, settings).run()
+        with current_database(LedgerSettings.from_environment(os.environ).database_url) as engine:
+            Sender(engine, settings).run()
     except LedgerError as error:
         sys.stderr.write(f"error: {error}\n")
         return 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
-from jobs.autoscale.errors import LauncherFailed
+from jobs.errors import LauncherFailed
 from jobs.autoscale.launcher import NewMachine
 from jobs.autoscale.slurm import Slurm
 from jobs.codec import parse_document

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jobs.autoscale.classes import read_classes
-from jobs.autoscale.errors import ClassesInvalid
+from jobs.errors import ClassesInvalid
 
 MACHINE = "0192f0c1-7a00-7000-8000-000000000001"
 FIELDS = {

@@ -13,10 +13,10 @@ from jobs.codec import document_json, sha256_of
 from jobs.errors import (
     DocumentRefused,
     IdempotencyConflict,
-    IdempotencyKeyRefused,
     JobNotFound,
     JobStillActive,
     PageRefused,
+    ParameterRefused,
 )
 from jobs.records import LOCAL_TENANT, Claim, Job, Submitted
 from jobs.repository.results import count_layers, events_after, layer_rows, list_artifacts, read_artifact
@@ -112,7 +112,7 @@ def test_without_a_key_every_submission_is_a_job(ledger: Engine, document: Make)
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\0b", "two words", "ü"])
 def test_unusable_keys_are_refused(ledger: Engine, document: Make, key: str) -> None:
-    with pytest.raises(IdempotencyKeyRefused):
+    with pytest.raises(ParameterRefused):
         submit(ledger, LOCAL_TENANT, document(), key)
 
 
