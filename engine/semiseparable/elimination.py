@@ -79,7 +79,9 @@ class Elimination:
         factor, swaps = self._closing
         pivots = torch.cat([*(step.pivots.diagonal() for step in self._steps), factor.diagonal()])
         moved = int((swaps != torch.arange(1, swaps.numel() + 1, device=swaps.device)).sum())
-        parity = math.prod(step.parity for step in self._steps) * (-1) ** (moved + self._m * (self._a + self._b))
+        # of a permutation the determinant is ±1, without rounding
+        signs = (round(float(torch.linalg.det(step.permutation.detach().real))) for step in self._steps)
+        parity = math.prod(signs) * (-1) ** (moved + self._m * (self._a + self._b))
         logarithm = pivots.abs().log().sum() + self._real_rows * math.log(self._size)
         return parity * (pivots / pivots.abs()).prod(), logarithm
 
@@ -152,12 +154,12 @@ class _Step:
     def __init__(self, carry: Tensor, equations: Tensor, count: int) -> None:
         above = torch.cat([carry, carry.new_zeros(carry.shape[0], equations.shape[1] - carry.shape[1])], 1)
         panel = torch.cat([above, equations])
-        self._permutation, self._lower, self.pivots = torch.linalg.lu(panel[:, :count])
+        self.permutation, self._lower, self.pivots = torch.linalg.lu(panel[:, :count])
         self._next, self.carry = self.forward(panel[:, count:])
 
     def forward(self, right: Tensor) -> tuple[Tensor, Tensor]:
         """Return right sides of the unknowns that are eliminated, and of the equations that are left."""
-        count, ordered = self.pivots.shape[0], self._permutation.mT @ right
+        count, ordered = self.pivots.shape[0], self.permutation.mT @ right
         top = torch.linalg.solve_triangular(self._lower[:count], ordered[:count], upper=False, unitriangular=True)
         return top, ordered[count:] - self._lower[count:] @ top
 
@@ -165,23 +167,6 @@ class _Step:
         """Return the unknowns that were eliminated, given those of the edge after them."""
         unknown: Tensor = torch.linalg.solve_triangular(self.pivots, top - self._next @ edge, upper=True)
         return unknown
-
-    @property
-    def parity(self) -> int:
-        """+1 or −1, the sign of the rows' permutation."""
-        return _sign(self._permutation)
-
-
-def _sign(permutation: Tensor) -> int:
-    """+1 or −1 of a permutation matrix, by its cycles."""
-    image, seen, sign = permutation.detach().real.argmax(0).tolist(), set(), 1
-    for start in range(len(image)):
-        length, place = 0, start
-        while place not in seen:
-            seen.add(place)
-            place, length = image[place], length + 1
-        sign = -sign if length and length % 2 == 0 else sign
-    return sign
 
 
 def _power(tensor: Tensor) -> float:
