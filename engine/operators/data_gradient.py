@@ -280,7 +280,13 @@ class GradientPass:
             )
         found = {name: total.div_(self._divisor).to("cpu") for name, total in self._totals.items()}
         for name, gradient in found.items():
-            _require_finite(name, gradient)
+            bad = gradient.numel() - int(torch.isfinite(gradient).sum())
+            if bad:
+                raise NonFiniteLoss(
+                    f"the gradient of `{name}` holds {bad} NaN or infinite numbers of {gradient.numel()}; look for "
+                    "outputs beyond the precision of the passes: take `collection.dtype: float64`, or scale the "
+                    "model's inputs or loss"
+                )
         return DataGradient(by_name=found, divisor=self._divisor)
 
     def _compute(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[_Taken, float]:
@@ -321,12 +327,3 @@ class GradientPass:
             self._divisor += self._slices[0][0] * sum(terms for _, terms in self._slices)
             self._slices.clear()
         self.report()
-
-
-def _require_finite(name: str, gradient: Tensor) -> None:
-    bad = gradient.numel() - int(torch.isfinite(gradient).sum())
-    if bad:
-        raise NonFiniteLoss(
-            f"the gradient of `{name}` holds {bad} NaN or infinite numbers of {gradient.numel()}; look for outputs "
-            "beyond the precision of the passes: take `collection.dtype: float64`, or scale the model's inputs or loss"
-        )

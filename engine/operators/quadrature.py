@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.linalg.lanczos import PANEL_BYTES, orthogonalise
+from engine.linalg.lanczos import orthogonalise
 from engine.operators.krylov.iteration import Iteration
 from engine.operators.krylov.search_options import gaussian
 from engine.operators.krylov.spectral_bands import Quadrature, gauss
 
-__all__ = ["LanczosQuadrature", "Quadrature", "QuadratureOptions", "quadrature_bytes"]
+__all__ = ["LanczosQuadrature", "Quadrature", "QuadratureOptions"]
 
 _FIRST_DRAW = 2**32
 """Other draws than those of a search with the same seed."""
@@ -46,12 +46,6 @@ class QuadratureOptions:
     """Precision of the vectors, float32 or float64; coefficients are float64."""
 
 
-def quadrature_bytes(size: int, options: QuadratureOptions) -> int:
-    """Return the bytes that a quadrature holds at its peak, beside the products of its caller."""
-    bases = options.probes * options.steps * size * options.dtype.itemsize
-    return bases + 3 * options.probes * size * 8 + 3 * PANEL_BYTES
-
-
 class LanczosQuadrature(Iteration):
     """Lanczos from several probes.
 
@@ -64,7 +58,8 @@ class LanczosQuadrature(Iteration):
         ValueError: If an option is out of its range.
 
     Memory:
-        ``quadrature_bytes(size, options)``: probes · steps vectors, and three of each probe in float64.
+        At its peak, beside the products of its caller: probes · steps vectors, three of each probe in float64, and
+        three panels.
     """
 
     named = "quadrature"

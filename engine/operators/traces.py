@@ -57,12 +57,6 @@ class TraceEstimate:
     """Spent on it."""
 
 
-def trace_bytes(size: int, options: TraceOptions) -> int:
-    """Return the bytes that either estimator holds at its peak, beside the products of its caller."""
-    columns = min(options.products // 2, size)
-    return 3 * columns * size * options.dtype.itemsize + 8 * columns * size * 8
-
-
 class _Estimator(Iteration):
     """Two stages of products, and their state.
 
@@ -75,7 +69,8 @@ class _Estimator(Iteration):
         ValueError: If an option is out of its range.
 
     Memory:
-        ``trace_bytes(size, options)``.
+        At its peak, beside the products of its caller: for each of products / 2 columns, at most P, three vectors and
+        eight in float64.
     """
 
     named = "estimate"
