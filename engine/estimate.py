@@ -78,7 +78,7 @@ def _planned(workspace: Workspace) -> PlannedJob:
     warm_up()
     held = resident_bytes()
     first = next(iter(workspace.inputs.batches()))
-    chunk = map_tensors(tuple(first), lambda tensor: _shape_of(tensor, META))
+    chunk = map_tensors(tuple(first), lambda each: torch.empty(each.shape, dtype=each.dtype, device=META))
 
     def batches() -> Iterator[tuple[Any, ...]]:
         yield chunk
@@ -117,7 +117,3 @@ def _bare(model: nn.Module, meta: torch.device) -> nn.Module:
             is_parameter = isinstance(tensor, nn.Parameter)
             known[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
     return copy.deepcopy(model, known)
-
-
-def _shape_of(tensor: Tensor, meta: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=meta)

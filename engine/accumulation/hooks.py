@@ -216,7 +216,8 @@ class Collector(Sink):
             if name in self.layout.tables and lacks_examples(entered):
                 instead = output = spread(output, entered, self.examples)
                 entered = spread(entered, entered, self.examples)
-            if statistics.flaw is None and not self._has_examples(role, entered):
+            separable = role.name in self.layout.orders.unordered or role.batch_first(entered, self.examples)
+            if statistics.flaw is None and not separable:
                 statistics.flaw = "batch_not_first"
             if statistics.flaw is not None:
                 return instead
@@ -318,10 +319,6 @@ class Collector(Sink):
         """Whether the call is of the loss's head, whose own gradient nothing needs."""
         head = self.head
         return head is not None and use.role is head.role is statistics.layer and not self._calls.returning
-
-    def _has_examples(self, role: TreatedLayer, entered: Tensor) -> bool:
-        """Whether the rows of a call are separable by example, or need not be."""
-        return role.name in self.layout.orders.unordered or role.batch_first(entered, self.examples)
 
     def _known(self, key: Key, layer: TreatedLayer, entered: Tensor) -> KeptPositions | None:
         """The positions that the mask keeps; None where it is not laid on this call."""

@@ -308,7 +308,8 @@ def run_analyses(
             with workspace.machine.operation(kind):
                 take_summary(kind, _run(kind, workspace, take_row))
         except UsageError as error:
-            if isinstance(error, DataDiffer) or not _stays_with_its_kind(workspace):
+            shared = workspace.machine.ranks.size > 1 or workspace.results.of(JobFactors).failed
+            if isinstance(error, DataDiffer) or shared:
                 raise
             # its frames hold generators with their buffers and threads
             traceback.clear_frames(error.__traceback__)
@@ -330,10 +331,6 @@ def make_analysis(kind: str, workspace: Workspace) -> LayerAnalysis[Any]:
 def refusal(kind: str, error: UsageError) -> RefusedAnalysis:
     """Return what a job records of an analysis that was refused."""
     return RefusedAnalysis(kind=kind, code=error.code, message=error.message, pointer=error.pointer, layer=error.layer)
-
-
-def _stays_with_its_kind(workspace: Workspace) -> bool:
-    return workspace.machine.ranks.size == 1 and not workspace.results.of(JobFactors).failed
 
 
 def _run(kind: str, workspace: Workspace, take_row: Callable[[LayerResult], None]) -> Any:  # noqa: ANN401 - its summary

@@ -1,7 +1,7 @@
 """Passes: the data goes through the model, and the sums of one pass's layers take in every batch."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -96,7 +96,8 @@ def run_pass(
     ranks = workspace.machine.ranks
     turns = Turns.of(ranks, collection.update_freq)
     collector.scale = job.precision.loss_scale(cursor.loss_scale, cursor.steady)
-    with locate_nan(job.model, job.task) as current, _unused(state), collector.attached(), torch.enable_grad():
+    unused = nullcontext() if state.self_check is None else state.self_check.watching_unused()
+    with locate_nan(job.model, job.task) as current, unused, collector.attached(), torch.enable_grad():
         current.read = cursor.read
         for arrived in stream:
             workspace.ports.raise_if_cancelled()
@@ -157,10 +158,6 @@ def decay_(collection: Collection, cursor: Cursor, turns: Turns, sums: Sequence[
     if collection.ema_decay is not None and cursor.updates:
         for statistics in sums:
             statistics.decay_(collection.ema_decay ** turns.updates_since(cursor.batches))
-
-
-def _unused(state: CollectionState) -> AbstractContextManager[None]:
-    return nullcontext() if state.self_check is None else state.self_check.watching_unused()
 
 
 def _observed(

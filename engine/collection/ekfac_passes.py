@@ -24,7 +24,7 @@ from engine.accumulation.layer_statistics import LayerStatistics
 from engine.artifacts import Artifacts
 from engine.collection.collection_state import CollectionState, Cursor
 from engine.collection.data_pass import Progress, decay_, note_examples, update
-from engine.collection.normalise import flaw
+from engine.collection.normalise import constant, flaw
 from engine.collection.pass_job import PassJob
 from engine.collection.ranks.reduce_statistics import add_corrections
 from engine.collection.ranks.turns import Turns
@@ -111,7 +111,7 @@ def correct_eigenvalues(job: PassJob, state: CollectionState, parts: Sequence[Se
             for group, (name, correction) in enumerate(zip(found.layer.parts, made, strict=True)):
                 _require_finite(name, correction)
                 if scratch is None:
-                    loads[name] = partial(_same, correction)
+                    loads[name] = constant(correction)
                 else:
                     place = f"corrected/{len(loads)}"
                     holder = _hold(scratch, correction, f"{leader}[{group}]", place, holders)
@@ -371,7 +371,3 @@ def _hold(scratch: Artifacts, found: Corrected, shared: str, place: str, holders
         scratch.save_tensors(f"{place}.A.safetensors", {"eigenvectors_A": found.eigenvectors_A}, {})
         holders[shared] = place
     return holders[shared]
-
-
-def _same(found: Corrected) -> Corrected:
-    return found

@@ -5,8 +5,9 @@ sums are freed with the others.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from engine.linalg.linear_operator import Structured
 from engine.memory.budget import give_back_host_memory
 from engine.workspace import Workspace
 
+T = TypeVar("T")
 Stored = tuple[Tensor, float]
 """A factor as it is kept, and its scale."""
 StoredSide = tuple[Tensor | Structured, float]
@@ -73,7 +75,7 @@ def keep_factors(
                 spilled = spill(workspace.ports.scratch, factors, str(places[part]), state.spilled.get(leader))
                 state.spilled[part], state.factors[part] = spilled, partial(spilled.load, workspace.ports.scratch)
             else:
-                state.factors[part] = partial(_same, factors)
+                state.factors[part] = constant(factors)
         if found.layer.name not in leaders:
             shared.pop(found.layer.name, None)
     for found in statistics:
@@ -150,8 +152,9 @@ def finish_layer(
         found.made_of = None
 
 
-def _same(factors: Factors) -> Factors:
-    return factors
+def constant(value: T) -> Callable[[], T]:
+    """Return a function that returns ``value``."""
+    return lambda: value
 
 
 def foreseen_flaw(layer: TreatedLayer, collection: Collection, mixed: frozenset[str]) -> str | None:

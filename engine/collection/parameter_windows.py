@@ -7,7 +7,7 @@ other, and they are inverted here.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ def _inverse(layer: TreatedLayer) -> tuple[list[int], list[int]]:
     """Shape of a weight in the order of the matrices (groups, out, in), and its strides in the parameter."""
     matrices = torch.empty(layer.groups, layer.out_dim, layer.fan_in, device="meta")
     stored = layer.as_stored(matrices)
-    contiguous = _contiguous(stored.shape)
+    contiguous = torch.empty(stored.shape, device="meta").stride()
     dimensions = sorted(
         (
             (stride, size, own)
@@ -164,11 +164,3 @@ def _of_place(place: Place, parameter: Tensor) -> Strided | None:
     if min(strides, default=0) < 0 or not torch.equal(shown, expected):
         return None
     return offset, tuple(shown.shape), strides
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    """Strides of a tensor that is kept row by row."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return strides[::-1]

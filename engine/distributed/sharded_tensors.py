@@ -189,13 +189,12 @@ def find_blocks(model: nn.Module) -> list[str]:
         if isinstance(module, nn.ModuleList):
             lists.append(name)
             # a list within a list has no forward pass of its own to be a unit
-            entries = [f"{name}.{key}" if name else key for key, each in module.named_children() if _is_block(each)]
+            blocks = (
+                key for key, each in module.named_children() if not isinstance(each, (nn.ModuleList, nn.ModuleDict))
+            )
+            entries = [f"{name}.{key}" if name else key for key in blocks]
         chosen += [entry for entry in entries if entry and _is_apart(model.get_submodule(entry), entry, users)]
     return chosen
-
-
-def _is_block(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _is_apart(module: nn.Module, name: str, users: dict[int, set[str]]) -> bool:

@@ -263,9 +263,5 @@ class SummedRows:
         )
 
 
-def _no_parts() -> Iterator[Batch]:
-    return iter(())
-
-
-NO_ROWS = SummedRows(layers=(), index=frozenset(), parts=_no_parts)
+NO_ROWS = SummedRows(layers=(), index=frozenset(), parts=lambda: iter(()))
 """Keeps nothing."""

@@ -275,7 +275,9 @@ class Guard:
     ) -> BudgetExceeded:
         cheapest = min(rungs, key=lambda rung: (rung.device_bytes, rung.host_bytes))
         asked = exhausted or cheapest
-        place: Literal["device", "host"] = refused[-1].place if refused else _larger(asked)
+        place: Literal["device", "host"] = (
+            refused[-1].place if refused else "device" if asked.device_bytes > 0 else "host"
+        )
         kind = BudgetExceeded if exhausted is None else OutOfMemory
         verb = "does not fit" if exhausted is None else "ran out of memory"
         return kind(
@@ -316,7 +318,3 @@ class Guard:
 
 def _needed(rung: Fallback[Any], place: Literal["device", "host"]) -> int:
     return rung.device_bytes if place == "device" else rung.host_bytes
-
-
-def _larger(rung: Fallback[Any]) -> Literal["device", "host"]:
-    return "device" if rung.device_bytes > 0 else "host"

@@ -149,7 +149,7 @@ def _resliced(stream: Iterable[tuple[Tree, ...]], batch_size: int, *, may_be_emp
         seen += piece.size
         if piece.size == 0:
             continue
-        if waiting and not _joinable(waiting[-1], piece):
+        if waiting and _layout(waiting[-1]) != _layout(piece):
             yield from _cut(waiting, batch_size)
             waiting = []
         waiting.append(piece)
@@ -263,10 +263,6 @@ def _index_refused(got: str) -> WrongShape:
 
 def _layout(batch: Batch) -> list[tuple[torch.dtype, torch.Size]]:
     return [(part.dtype, part.shape[1:]) for part in (*tensors(batch.inputs), *tensors(batch.targets))]
-
-
-def _joinable(left: Batch, right: Batch) -> bool:
-    return _layout(left) == _layout(right)
 
 
 def _joined(pieces: list[Batch]) -> Batch:

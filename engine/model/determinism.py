@@ -238,8 +238,8 @@ def hold_attention(outputs: Tensor, kernels: Collection[str] = _FUSED) -> None:
         kernels: Names of the graph's nodes.
     """
     for node in attention_nodes(outputs, kernels):
-        node.register_prehook(_be_strict)
-        node.register_hook(_be_lenient)
+        node.register_prehook(lambda _: torch.set_deterministic_debug_mode("error"))
+        node.register_hook(lambda *_: torch.set_deterministic_debug_mode("warn"))
 
 
 def attention_nodes(outputs: Tensor, kernels: Collection[str] = _FUSED) -> Iterator[Node]:
@@ -261,14 +261,6 @@ def attention_nodes(outputs: Tensor, kernels: Collection[str] = _FUSED) -> Itera
         waiting.extend(following for following, _ in node.next_functions)
         if node.name() in kernels:
             yield node
-
-
-def _be_strict(_gradients: object) -> None:
-    torch.set_deterministic_debug_mode("error")
-
-
-def _be_lenient(_inputs: object, _outputs: object) -> None:
-    torch.set_deterministic_debug_mode("warn")
 
 
 def leave_strict() -> None:

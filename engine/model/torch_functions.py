@@ -118,16 +118,12 @@ def reveal_operations(func: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not hides_operations(func) or not isinstance(func, types.FunctionType):
         return func
-    asked = {name: _never for name in func.__code__.co_names if name.startswith("has_torch_function")}
+    asked = {name: lambda *_: False for name in func.__code__.co_names if name.startswith("has_torch_function")}
     twin = types.FunctionType(
         func.__code__, {**func.__globals__, **asked}, func.__name__, func.__defaults__, func.__closure__
     )
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin
-
-
-def _never(*_: object) -> bool:
-    return False
 
 
 def tensors_of(tree: object) -> Iterator[Tensor]:

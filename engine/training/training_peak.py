@@ -173,7 +173,9 @@ def _trace(step: TrainingStep, way: Way) -> _Trace:
     images = torch.empty(step.images, *step.image_shape, dtype=step.dtype, device=_META)
     resident = {
         WEIGHTS: _storage_bytes((*parameters, *buffers)),
-        MOMENTS: _storage_bytes(_tensors_of(optimiser.state.values())),
+        MOMENTS: _storage_bytes(
+            each for own in optimiser.state.values() for each in own.values() if torch.is_tensor(each)
+        ),
         IMAGES: images.untyped_storage().nbytes(),
     }
     events = _StepEvents(parameters, way.compute_dtype, step.device)
@@ -215,10 +217,6 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, each once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage_identity(storage): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors_of(states: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
-    return (value for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def _workspace_bytes(func: object, args: Sequence[Any], left: Any) -> int:  # noqa: ANN401 - as torch returns

@@ -151,7 +151,7 @@ def _shard(
         scales[:, start:stop] = piece
     shard = rows.rows.new_empty(groups, total, last - first) if shared is None else shared[:, :, first:last]
     grams = torch.zeros(groups, total, total, dtype=torch.float64, device=rows.rows.device)
-    width = panel_columns(groups * total)
+    width = max(1, PANEL_NUMBERS // max(groups * total, 1))
     for start in range(0, max(b - a for a, b in columns), width):
         spans = [(min(a + start, b), min(a + start + width, b)) for a, b in columns]
         wide = spans[ranks.rank][1] - spans[ranks.rank][0]
@@ -189,11 +189,6 @@ def _brought_together(ranks: Ranks, shard: Tensor, size: int, layer: str) -> Red
         everything[:, :, a:b] = piece
     ranks.traffic.held[layer, "rows"] = everything.numel() * everything.element_size()
     return everything
-
-
-def panel_columns(rows: int) -> int:
-    """Return how many columns of each shard travel together."""
-    return max(1, PANEL_NUMBERS // max(rows, 1))
 
 
 def add_gram_(grams: Tensor, columns: Tensor) -> None:
