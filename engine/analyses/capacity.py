@@ -9,7 +9,7 @@ the head's weight, G is that of the nearest product of both uses; the diagonal o
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -119,17 +119,6 @@ class _LayerOutcome:
     """Its metrics over growing numbers of examples, where these were asked for."""
 
 
-@dataclass
-class _Layers:
-    """The layers' values that the summary needs, by ordinal."""
-
-    of_model: dict[int, ModelLayer] = field(default_factory=dict)
-    over_sizes: dict[int, Followed] = field(default_factory=dict)
-    identity: dict[int, str] = field(default_factory=dict)
-    """Names of layers whose damping exceeds every eigenvalue."""
-    decompositions: int = 0
-
-
 class Capacity(LayerAnalysis[CapacityParams]):
     """The metrics of each layer's spectra, and of the model as one block-diagonal matrix."""
 
@@ -145,7 +134,12 @@ class Capacity(LayerAnalysis[CapacityParams]):
     @override
     def prepare(self) -> None:
         self._exact = cross_check(self.params, self.workspace, self.whole)
-        self._layers = _Layers()
+        # values that the summary needs, by ordinal
+        self._of_model: dict[int, ModelLayer] = {}
+        self._over_sizes: dict[int, Followed] = {}
+        self._identity: dict[int, str] = {}
+        """Names of layers whose damping exceeds every eigenvalue."""
+        self._decompositions = 0
 
     @override
     def layer(self, layer: Measured) -> _LayerOutcome:
@@ -157,28 +151,28 @@ class Capacity(LayerAnalysis[CapacityParams]):
 
     @override
     def take(self, layer: Measured, outcome: _LayerOutcome) -> CapacityMetrics:
-        layers, ordinal, norm = self._layers, layer.facts.ordinal, outcome.of_model.spectral_norm
+        ordinal, norm = layer.facts.ordinal, outcome.of_model.spectral_norm
         metrics = outcome.metrics
         if outcome.over_sizes is not None:
-            layers.over_sizes[ordinal] = outcome.over_sizes
+            self._over_sizes[ordinal] = outcome.over_sizes
             metrics = replace(metrics, convergence=outcome.over_sizes.convergence)
-        layers.decompositions += is_decomposed(layer)
+        self._decompositions += is_decomposed(layer)
         if metrics.damping is not None and norm is not None and metrics.damping > norm:
-            layers.identity[ordinal] = layer.facts.name
+            self._identity[ordinal] = layer.facts.name
         if self._exact is not None:
             beside = self._exact.of_layer(ordinal, layer.A.trace * layer.G.trace, norm)
             metrics = replace(metrics, cross_check=beside)
-        layers.of_model[ordinal] = outcome.of_model
+        self._of_model[ordinal] = outcome.of_model
         return metrics
 
     @override
     def summary(self) -> CapacitySummary:
-        params, whole, layers = self.params, self.whole, self._layers
+        params, whole = self.params, self.whole
         rule = self.workspace.options.stabilisation
         # in the model's order, whatever the order of measuring: sums round the same
         ordinals = [facts.ordinal for facts in whole.layers]
         rows = [self.measured[ordinal] for ordinal in ordinals]
-        of_model = [layers.of_model[ordinal] for ordinal in ordinals]
+        of_model = [self._of_model[ordinal] for ordinal in ordinals]
         curved = [each.sides.trace > 0 for each in of_model]
 
         def total(metric: str) -> float | None:
@@ -198,12 +192,12 @@ class Capacity(LayerAnalysis[CapacityParams]):
         dimension = sum(row.dimension for row in rows)
         effective = total("effective_dimension")
         model = model_metrics(of_model, params)
-        over_all = [layers.over_sizes[ordinal] for ordinal in ordinals if ordinal in layers.over_sizes]
+        over_all = [self._over_sizes[ordinal] for ordinal in ordinals if ordinal in self._over_sizes]
         return CapacitySummary(
             coverage=self.coverage,
             layers=len(rows),
             branches=self.branches,
-            eigendecompositions=layers.decompositions,
+            eigendecompositions=self._decompositions,
             dimension=dimension,
             trace=total("trace"),
             effective_dimension=effective,
@@ -217,7 +211,7 @@ class Capacity(LayerAnalysis[CapacityParams]):
             fisher=whole.collection.fisher,
             sharing=whole.collection.sharing,
             update_freq=whole.collection.update_freq,
-            identity_layers=tuple(name for _, name in sorted(layers.identity.items())),
+            identity_layers=tuple(name for _, name in sorted(self._identity.items())),
             not_converged=_not_converged(rows),
             model=replace(model, convergence=model_convergence(over_all, model, params)),
             token_importance=token_importance(params.token_importance, self.workspace, whole),

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from typing_extensions import override
 
-from catalog.analyses.analysis import Coverage
 from catalog.analyses.compare_curvature import (
     CompareCurvatureMetrics,
     CompareCurvatureParams,
@@ -38,13 +37,13 @@ from engine.measurement.layer_measurement import Measured
 from engine.operators.comparison import product_metrics, side_metrics
 from engine.operators.pairs.matrix_pair import Symmetric
 from engine.operators.pairs.side_comparison import SideComparison, compare_sides
+from engine.operators.parameter_space import few_names
 from engine.workspace import Workspace
 
 KIND = "compare_curvature"
 AGAINST = "/compare_curvature/against"
 _BLOCKS = ("block", "diagonal_block")
 _COUNTS = ("examples", "updates", "trainable_parameters")
-_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,8 @@ class Comparison(LayerAnalysis[CompareCurvatureParams]):
     @override
     def prepare(self) -> None:
         self._against = _read_against(self.workspace, self.whole)
-        self._sums = _Summary(self.whole, self._against)
+        self._compared: list[tuple[str, MatrixComparison]] = []
+        self._digests: dict[int, tuple[str, str | None, str | None]] = {}
         self._shared = _SharedSides(self.whole, self._against)
 
     @override
@@ -93,12 +93,42 @@ class Comparison(LayerAnalysis[CompareCurvatureParams]):
 
     @override
     def take(self, layer: Measured, outcome: CompareCurvatureMetrics) -> CompareCurvatureMetrics:
-        self._sums.take(layer, outcome)
+        facts, record = layer.facts, layer.record
+        self._digests[facts.ordinal] = (facts.name, record.digest_A, record.digest_G)
+        if outcome.product is not None:
+            self._compared.append((facts.name, outcome.product))
         return outcome
 
     @override
     def summary(self) -> CompareCurvatureSummary:
-        return self._sums.record(self.params.k, self.coverage)
+        other = self._against.whole
+        products = [product for _, product in self._compared]
+        distance = _root_sum(product.distance for product in products)
+        norm = _root_sum(product.norm_against for product in products)
+        ranked = [(product.relative_distance, name) for name, product in self._compared]
+        known = [(value, name) for value, name in ranked if value]
+        names = {facts.name for facts in self.whole.layers}
+        sizes = [(facts, self._against.by_name.get(facts.name)) for facts in self.whole.layers]
+        return CompareCurvatureSummary(
+            coverage=self.coverage,
+            layers=len(products),
+            overlaps=tuple(_mean_overlap(k, place, products) for place, k in enumerate(self.params.k)),
+            distance=distance,
+            relative_distance=None if distance is None or not norm else distance / norm,
+            divergence=_total(product.divergence for product in products),
+            reverse_divergence=_total(product.reverse_divergence for product in products),
+            farthest=max(known, key=lambda each: each[0])[1] if known else None,
+            only_first=tuple(facts.name for facts, twin in sizes if twin is None),
+            only_against=tuple(facts.name for facts in other.layers if facts.name not in names),
+            other_sizes=tuple(
+                OtherSize(layer=facts.name, first=_shape(facts), against=_shape(twin))
+                for facts, twin in sizes
+                if twin is not None and not _comparable(facts, twin)
+            ),
+            differences=_differences(self.whole, other),
+            factors_sha256=set_digest([self._digests[ordinal] for ordinal in sorted(self._digests)]),
+            against_sha256=self._against.sha256,
+        )
 
     def _compare(self, layer: Measured, other: LayerFacts) -> CompareCurvatureMetrics:
         facts, ks, against, guard = layer.facts, self.params.k, self._against, self.workspace.machine.guard
@@ -152,10 +182,10 @@ def _read_against(workspace: Workspace, first: FactorSet) -> _Against:
         raise _elsewhere(error) from error
     by_name = {facts.name: facts for facts in whole.layers}
     if not any(facts.name in by_name for facts in first.layers):
+        own, others = (few_names([each.name for each in of.layers]) or "none" for of in (first, whole))
         raise UsageError(
-            f"the two sets have no layer in common: the first has {_named([each.name for each in first.layers])}, "
-            f"the one compared with {_named([each.name for each in whole.layers])}; give factors of models whose "
-            "layers have the same names",
+            f"the two sets have no layer in common: the first has {own}, the one compared with {others}; give factors "
+            "of models whose layers have the same names",
             pointer=AGAINST,
         )
     digests = {
@@ -168,12 +198,6 @@ def _read_against(workspace: Workspace, first: FactorSet) -> _Against:
 def _elsewhere(error: BrokenFactors) -> BrokenFactors:
     """The same error of the set that is compared with."""
     return BrokenFactors(f"of the set compared with: {error.message}", layer=error.layer, pointer=AGAINST)
-
-
-def _named(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:_MOST_NAMED])
-    more = len(names) - _MOST_NAMED
-    return f"{listed} and {more} more" if more > 0 else listed or "none"
 
 
 def _comparable(facts: LayerFacts, other: LayerFacts) -> bool:
@@ -240,54 +264,6 @@ class _SharedSides:
             self._known[holders] = found
         else:
             self._known.pop(holders, None)
-
-
-class _Summary:
-    """Sums over the layers."""
-
-    def __init__(self, first: FactorSet, against: _Against) -> None:
-        self._first, self._against = first, against
-        self._compared: list[tuple[str, MatrixComparison]] = []
-        self._norms: list[float | None] = []
-        self._digests: dict[int, tuple[str, str | None, str | None]] = {}
-
-    def take(self, layer: Measured, metrics: CompareCurvatureMetrics) -> None:
-        """Add one layer of the first set."""
-        facts, record = layer.facts, layer.record
-        self._digests[facts.ordinal] = (facts.name, record.digest_A, record.digest_G)
-        if metrics.product is not None:
-            self._compared.append((facts.name, metrics.product))
-
-    def record(self, ks: Sequence[int], covered: Coverage) -> CompareCurvatureSummary:
-        """Return the summary of the layers that were taken."""
-        first, other = self._first, self._against.whole
-        products = [product for _, product in self._compared]
-        distance = _root_sum(product.distance for product in products)
-        norm = _root_sum(product.norm_against for product in products)
-        ranked = [(product.relative_distance, name) for name, product in self._compared]
-        known = [(value, name) for value, name in ranked if value]
-        names = {facts.name for facts in first.layers}
-        sizes = [(facts, self._against.by_name.get(facts.name)) for facts in first.layers]
-        return CompareCurvatureSummary(
-            coverage=covered,
-            layers=len(products),
-            overlaps=tuple(_mean_overlap(k, place, products) for place, k in enumerate(ks)),
-            distance=distance,
-            relative_distance=None if distance is None or not norm else distance / norm,
-            divergence=_total(product.divergence for product in products),
-            reverse_divergence=_total(product.reverse_divergence for product in products),
-            farthest=max(known, key=lambda each: each[0])[1] if known else None,
-            only_first=tuple(facts.name for facts, twin in sizes if twin is None),
-            only_against=tuple(facts.name for facts in other.layers if facts.name not in names),
-            other_sizes=tuple(
-                OtherSize(layer=facts.name, first=_shape(facts), against=_shape(twin))
-                for facts, twin in sizes
-                if twin is not None and not _comparable(facts, twin)
-            ),
-            differences=_differences(first, other),
-            factors_sha256=set_digest([self._digests[ordinal] for ordinal in sorted(self._digests)]),
-            against_sha256=self._against.sha256,
-        )
 
 
 def _mean_overlap(k: int, place: int, products: Sequence[MatrixComparison]) -> MeanOverlap:

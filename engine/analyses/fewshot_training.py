@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ from engine.analyses.costs.fewshot_training import (
 from engine.analyses.fewshot.component_bytes import Component, count_components, with_taken
 from engine.analyses.fewshot.fewshot_model import (
     Episodes,
-    FewshotModel,
     make_model,
     training_precision,
     weights_digest,
@@ -110,14 +109,11 @@ class FewshotTraining:
             way = TrainingWay.read(plan.chosen, plans.precision.compute_dtype)
             if way is None:
                 raise ValueError("a plan of a training names its way")
-            trained = self._train(plans, way, plan)
-            accuracies = self._test(trained)
-        yield from self._component_rows(trained, plan)
+            run, components = self._train(plans, way, plan)
+            accuracies = self._test(run)
+        yield from self._component_rows(run, components, plan)
         workspace.ports.raise_if_cancelled()
-        summary: FewshotTrainingSummary = finite_summary(
-            self._summary(trained, accuracies, plans, plan), workspace.ports.log
-        )
-        return summary
+        return finite_summary(self._summary(run, len(components), accuracies, plans, plan), workspace.ports.log)
 
     def _announce(self, plan: Plan, plans: TrainingPlans) -> None:
         """Let everyone who looks at the plan look at it, and hold it; refuse what does not fit."""
@@ -136,7 +132,7 @@ class FewshotTraining:
             workspace.ports.log("info", f"the network computes in {precision.compute_dtype}: {precision.reason}")
         machine.guard.hold(plan)
 
-    def _train(self, plans: TrainingPlans, way: TrainingWay, plan: Plan) -> "_Trained":
+    def _train(self, plans: TrainingPlans, way: TrainingWay, plan: Plan) -> tuple[TrainingRun, list[Component]]:
         workspace, machine, params = self.workspace, self.workspace.machine, self.params
         precision = training_precision(params, machine.device)
         data = images_of(workspace)
@@ -173,7 +169,7 @@ class FewshotTraining:
         components = with_taken(components, run, moments)
         run.forget_moments()
         model.load_state_dict(run.kept)
-        return _Trained(run=run, model=model, components=components)
+        return run, components
 
     def _components(self, run: TrainingRun, plans: TrainingPlans) -> list[Component]:
         """Measure the parts; where memory runs out meanwhile, by shapes alone: steps have lower ways to take."""
@@ -219,7 +215,7 @@ class FewshotTraining:
         images, device = images_of(self.workspace).splits[split], self.workspace.machine.device
         return Episodes(params=self.params, split=split, images=images, device=device, dtype=dtype)
 
-    def _test(self, trained: "_Trained") -> tuple[EpisodeAccuracy, ...]:
+    def _test(self, run: TrainingRun) -> tuple[EpisodeAccuracy, ...]:
         workspace, machine, params = self.workspace, self.workspace.machine, self.params
         total = 2 * 3 * params.test_iter
         done = 0
@@ -236,36 +232,36 @@ class FewshotTraining:
             for split in SPLITS[1:]:
                 test = EpisodeTest(
                     episodes=self._episodes(split),
-                    chunk=trained.run.way.way.chunk or params.images,
-                    head_slices=trained.run.way.head_slices,
-                    precision=trained.run.precision,
+                    chunk=run.way.way.chunk or params.images,
+                    head_slices=run.way.head_slices,
+                    precision=run.precision,
                     step=step,
                 )
-                of = test.accuracies(trained.model), test.pixels(), test.untrained(untrained)
+                of = test.accuracies(run.model), test.pixels(), test.untrained(untrained)
                 found.append(compared(split, *of))
-        self._write(trained)
+        self._write(run)
         return tuple(found)
 
-    def _write(self, trained: "_Trained") -> None:
-        artifacts, state = self.workspace.ports.artifacts, trained.run.state
-        artifacts.save_tensors("model.safetensors", dict(trained.run.kept), {"format": "pt"})
+    def _write(self, run: TrainingRun) -> None:
+        artifacts, state = self.workspace.ports.artifacts, run.state
+        artifacts.save_tensors("model.safetensors", dict(run.kept), {"format": "pt"})
         curve = {"episodes": state.curve, "losses": state.losses, "validation": state.validation}
         artifacts.save_json("curve.json", curve)
 
-    def _component_rows(self, trained: "_Trained", plan: Plan) -> Iterator[LayerResult]:
+    def _component_rows(self, run: TrainingRun, components: list[Component], plan: Plan) -> Iterator[LayerResult]:
         delivered, machine = self.workspace.resume.completed, self.workspace.machine
-        for ordinal, component in enumerate(trained.components):
+        for ordinal, component in enumerate(components):
             if (KIND, ordinal) in delivered:
                 continue
             now = held_bytes(machine.device)
             blank: dict[str, Any] = dict.fromkeys(LayerRecord.__dataclass_fields__)
             known = {
                 "branch": "trained",
-                "why": trained.run.way.described,
+                "why": run.way.described,
                 "seed": self.params.seed,
                 "dtype": self.params.dtype,
-                "amp": _AMP[trained.run.precision.compute_dtype],
-                "amp_fallback": trained.run.precision.fallback,
+                "amp": _AMP[run.precision.compute_dtype],
+                "amp_fallback": run.precision.fallback,
                 "nondeterministic": tuple(sorted(self.heard)),
                 "planned_peak_bytes": plan.largest_peak_bytes,
             }
@@ -300,16 +296,21 @@ class FewshotTraining:
             )
 
     def _summary(
-        self, trained: "_Trained", accuracies: tuple[EpisodeAccuracy, ...], plans: TrainingPlans, plan: Plan
+        self,
+        run: TrainingRun,
+        components: int,
+        accuracies: tuple[EpisodeAccuracy, ...],
+        plans: TrainingPlans,
+        plan: Plan,
     ) -> FewshotTrainingSummary:
-        run, params = trained.run, self.params
+        params = self.params
         place = plans.place
         taken = next((row for row in self.workspace.machine.curve.stages.as_json() if row["stage"] == TRAINING), {})
         vic = run.state.vic
         test = accuracies[-1]
         return FewshotTrainingSummary(
-            components=len(trained.components),
-            parameters=sum(each.numel() for each in trained.model.trained),
+            components=components,
+            parameters=sum(each.numel() for each in run.model.trained),
             accuracies=accuracies,
             test_accuracy=test.accuracy,
             test_half_width=test.half_width,
@@ -331,12 +332,3 @@ class FewshotTraining:
             dense_covariance_bytes=plans.dense_bytes if params.penalised else None,
             model_sha256=weights_digest(run.kept),
         )
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A finished training: ``model`` holds the kept weights."""
-
-    run: TrainingRun
-    model: FewshotModel
-    components: list[Component]
