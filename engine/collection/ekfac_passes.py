@@ -142,8 +142,8 @@ def correct_part(
         ModelRefused: If a layer is called in a way that the probe did not show.
         EngineError: As ``engine.errors`` lists.
     """
-    unmasked = frozenset((call.part, call.number) for call in bases.unmasked)
-    job = job.without_masks(unmasked).laid_out(overwritten=job.layout.overwritten | frozenset(bases.overwritten))
+    unmasked = frozenset((call.part, call.number) for call in bases.table.unmasked)
+    job = job.without_masks(unmasked).laid_out(overwritten=job.layout.overwritten | frozenset(bases.table.overwritten))
     by_name = {layer.name: layer for layer in layers if layer.parts[0] in bases.holders}
     bases.require_all(name for layer in by_name.values() for name in layer.parts)
     needed = [[by_name[name] for name in part if name in by_name] for part in parts]

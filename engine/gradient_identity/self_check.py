@@ -32,6 +32,7 @@ from engine.gradient_identity.schedule import (
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
 from engine.memory.out_of_memory import first_line
+from engine.merging.merge import joined_looks
 from engine.model.batches import Batch
 from engine.model.state.generators import kept_generators
 from engine.saved_fields import load_fields, save_fields
@@ -311,18 +312,8 @@ class SelfCheck:
         self.shapes = set().union(*(rank.shapes for rank in ranks))
         self.structures = set().union(*(rank.structures for rank in ranks))
         self.new_sizes = known.new_sizes + sum(rank.new_sizes - known.new_sizes for rank in ranks)
-        self.looked_at = _looks_joined(known.looked_at, [rank.looked_at for rank in ranks])
+        self.looked_at = joined_looks(known.looked_at, [rank.looked_at for rank in ranks])
         self.largest_norm = max(rank.largest_norm for rank in ranks)
-
-
-def _looks_joined(known: LookedAt, ranks: Sequence[LookedAt]) -> LookedAt:
-    """The batches before a pass, and those that each rank has looked at in it."""
-    return LookedAt(
-        signatures=known.signatures + sum(each.signatures - known.signatures for each in ranks),
-        glances=known.glances + sum(each.glances - known.glances for each in ranks),
-        full=known.full + sum(each.full - known.full for each in ranks),
-        no_glance=next((each.no_glance for each in ranks if each.no_glance is not None), None),
-    )
 
 
 def _joined(known: LayerCheck | None, checks: Sequence[LayerCheck]) -> LayerCheck:

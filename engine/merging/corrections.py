@@ -96,16 +96,6 @@ class MergedBases:
         """Ordinal of each layer that has bases, by name."""
         return {layer.name: layer.ordinal for layer in self.table.layers}
 
-    @property
-    def unmasked(self) -> tuple[CalledOnce, ...]:
-        """Calls whose padding takes part."""
-        return self.table.unmasked
-
-    @property
-    def overwritten(self) -> tuple[str, ...]:
-        """Layers whose input the model writes to afterwards."""
-        return self.table.overwritten
-
     def load_A(self, name: str) -> Tensor:  # noqa: N802 - the field's own symbol
         """Return Q_A (in_dim, in_dim) of a layer with a dense A, on the host."""
         return self._load(self.holders[name], "eigenvectors_A", 1)

@@ -247,11 +247,16 @@ def _looked_at(sets: Sequence[FactorSet]) -> LookedAt | None:
     known = [each.looked_at for each in sets if each.looked_at is not None]
     if len(known) < len(sets):
         return None
+    return joined_looks(LookedAt(), known)
+
+
+def joined_looks(known: LookedAt, parts: Sequence[LookedAt]) -> LookedAt:
+    """Return the batches looked at before, and those that each rank or set has looked at since."""
     return LookedAt(
-        signatures=sum(each.signatures for each in known),
-        glances=sum(each.glances for each in known),
-        full=sum(each.full for each in known),
-        no_glance=next((each.no_glance for each in known if each.no_glance is not None), None),
+        signatures=known.signatures + sum(each.signatures - known.signatures for each in parts),
+        glances=known.glances + sum(each.glances - known.glances for each in parts),
+        full=known.full + sum(each.full - known.full for each in parts),
+        no_glance=next((each.no_glance for each in parts if each.no_glance is not None), None),
     )
 
 
