@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -205,7 +205,7 @@ def _diagonal(side: Operator) -> Tensor:
     return side.widened() if side.is_diagonal else side.widened().diagonal()
 
 
-class LayersFactors(Mapping[str, LayerFactors]):
+class LayersFactors(NamedLayers[LayerFactors]):
     """Factors by layer name, in the model's order."""
 
     def __init__(self, collected: FactorSet) -> None:
@@ -217,16 +217,7 @@ class LayersFactors(Mapping[str, LayerFactors]):
             )
             for facts in collected.layers
         }
-        self._layers = NamedLayers("has factors", layers)
-
-    def __getitem__(self, layer: str) -> LayerFactors:
-        return self._layers[layer]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+        super().__init__("has factors", layers)
 
     def __repr__(self) -> str:
         """Return one line: how many layers there are, and the first names."""

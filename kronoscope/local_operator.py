@@ -1,6 +1,5 @@
 """The local operator, curvature in this process: products, solves and powers on vectors of a model's parameters."""
 
-import pkgutil
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
@@ -14,6 +13,7 @@ from engine.operators.kronecker.layer_store import IllConditioned, OperatorOptio
 from engine.operators.kronecker_operator import KroneckerOperator
 from kronoscope.local_inputs import OptionRefused, options_record, usable_device
 from kronoscope.local_inputs import choices as read_choices
+from kronoscope.local_views import find_optional
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
@@ -49,12 +49,8 @@ class Operator(KroneckerOperator):
         Raises:
             ModuleNotFoundError: If SciPy is not installed.
         """
-        try:
-            # an extra that few need
-            linear_operator = pkgutil.resolve_name("scipy.sparse.linalg:LinearOperator")
-        except ModuleNotFoundError as error:
-            message = "SciPy is not installed; `pip install scipy` brings its linear operators"
-            raise ModuleNotFoundError(message) from error
+        message = "SciPy is not installed; `pip install scipy` brings its linear operators"
+        linear_operator = find_optional("scipy.sparse.linalg:LinearOperator", message)
 
         def product(vector: Any) -> Any:  # noqa: ANN401 - SciPy's arrays
             return self.matvec(torch.as_tensor(vector, dtype=torch.float64)).numpy()

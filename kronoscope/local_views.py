@@ -118,12 +118,17 @@ def rows_html(rows: Sequence[LayerResult], note: str = "") -> str:
     return html_table(("layer", "module", "status", "parameters", *names), cells, note.format(count))
 
 
+def find_optional(name: str, message: str) -> Any:  # noqa: ANN401 - of a library without types
+    """Return an object of a package that few need; ``ModuleNotFoundError`` with a message where it is missing."""
+    try:
+        return pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(message) from error
+
+
 def make_frame(columns: Mapping[str, Sequence[Any]]) -> "DataFrame":
     """Return columns as a table of pandas; ``ModuleNotFoundError`` if pandas is not installed."""
-    try:
-        frame = pkgutil.resolve_name("pandas:DataFrame")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pandas is not installed; `pip install pandas` brings its tables") from error
+    frame = find_optional("pandas:DataFrame", "pandas is not installed; `pip install pandas` brings its tables")
     made: DataFrame = frame(dict(columns))
     return made
 
@@ -157,12 +162,8 @@ def draw_spectra(sides: Mapping[str, Tensor], layer: str, axes: Any) -> Any:  # 
 
 
 def _new_axes() -> Any:  # noqa: ANN401 - matplotlib's
-    try:
-        subplots = pkgutil.resolve_name("matplotlib.pyplot:subplots")
-    except ModuleNotFoundError as error:
-        message = "matplotlib is not installed; `pip install matplotlib` brings its figures, or give `axes`"
-        raise ModuleNotFoundError(message) from error
-    return subplots()[1]
+    message = "matplotlib is not installed; `pip install matplotlib` brings its figures, or give `axes`"
+    return find_optional("matplotlib.pyplot:subplots", message)()[1]
 
 
 def _columns(rows: Sequence[LayerResult]) -> dict[str, list[Any]]:

@@ -24,7 +24,7 @@ from catalog.record_reader import read
 from catalog.requests.uploads import UploadKind
 from kronoscope.client.client import Client, ClientError
 from kronoscope.client.document_fields import set_field
-from kronoscope.client.uploads import files_of
+from kronoscope.client.uploads import NOTHING_READ, files_of
 from kronoscope.display.progress import Display
 
 MAX_DOCUMENT_BYTES = 256 * 1024
@@ -204,10 +204,7 @@ def require_uploads(document: dict[str, Any], paths: Sequence[Path]) -> dict[str
     for path in paths:
         kind = _kind(path)
         if not files_of(path, kind):
-            raise DocumentUnreadable(
-                f"--upload {path} is neither a model's folder (config.json, *.safetensors) nor a file of data "
-                "(.safetensors, .jsonl, .csv, .parquet, .txt); unpack archives, and convert pickles to safetensors"
-            )
+            raise DocumentUnreadable(f"--upload {path} {NOTHING_READ}")
         if kind in first:
             raise DocumentUnreadable(
                 f"--upload {path} is `{kind}` of the document, as --upload {first[kind]} is; leave one of them out"

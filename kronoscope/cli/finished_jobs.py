@@ -92,7 +92,7 @@ def export(
             if changed or not isinstance(own, dict) or own.get("format") != to:
                 said = "--set changes `kind`, `factors` or `export.format`; give another source, or another --to"
                 fail(USAGE, [said])
-            made = _export_here(wanted, name, Path(folder)) if here else _export_there(wanted, name, folder, url)
+            made = _export_here(wanted, name, Path(folder)) if here else _fetch(url, wanted, name, Path(folder))
             _place(made, output, unpacked=unpacked)
     except OSError as error:
         fail(USAGE, [f"--output {output}: {error.strerror or error}; name a file in a folder that you may write"])
@@ -104,11 +104,6 @@ def _export_here(wanted: dict[str, Any], name: str, folder: Path) -> Path:
         outcome = run_job(run_request(wanted, None, offline=True), folder / "run", display)
     require_success(outcome)
     return folder / "run" / "artifacts" / name
-
-
-def _export_there(wanted: dict[str, Any], name: str, folder: str, url: str | None) -> Path:
-    with Client(url) as client:
-        return _fetch(client, wanted, name, Path(folder))
 
 
 def reproduce(
@@ -178,13 +173,14 @@ def _place(made: Path, output: Path, *, unpacked: bool) -> None:
     shutil.move(folder, output)
 
 
-def _fetch(client: Client, document: dict[str, Any], name: str, folder: Path) -> Path:
+def _fetch(url: str | None, document: dict[str, Any], name: str, folder: Path) -> Path:
     """Submit a job, follow it to its end and download one of its files; end the command where the job ends badly."""
-    results = _finish(client, client.submit(document))
-    artifact = next((each for each in results.artifacts if each.name == name), None)
-    if artifact is None:
-        fail(INTERNAL, [f"job {results.job.id} has left no {name}"])
-    return client.download(results.job.id, artifact, folder)
+    with Client(url) as client:
+        results = _finish(client, client.submit(document))
+        artifact = next((each for each in results.artifacts if each.name == name), None)
+        if artifact is None:
+            fail(INTERNAL, [f"job {results.job.id} has left no {name}"])
+        return client.download(results.job.id, artifact, folder)
 
 
 def _finish(client: Client, submitted: JobView, *, silent: bool = False) -> ResultsView:

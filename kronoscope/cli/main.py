@@ -32,7 +32,7 @@ from kronoscope.cli.options import (
     read_path,
 )
 from kronoscope.cli.output import message_console, outlast_readers, print_json, result_console
-from kronoscope.cli.run_job import Outcome, require_success, run_job, run_request
+from kronoscope.cli.run_job import require_success, run_job, run_request
 from kronoscope.cli.serve import FactoryWrong, exec_module, require_factories, serve_embedded
 from kronoscope.cli.service_commands import autoscale, devices, keys, tenants, worker
 from kronoscope.client.client import Client
@@ -118,9 +118,11 @@ def run(  # noqa: PLR0913, PLR0917 - each is an option of the command line
         outcome = run_job(request, output, display, verbose=verbose)
     measured = assess_coverage(outcome.summary, _min_coverage(wanted))
     if as_json:
+        said = {} if outcome.failure is None else plain(outcome.failure)
+        failure = {name: value for name, value in said.items() if name not in ("frame", "detail")}
         print_json({"output": str(output), "finished": outcome.finished, "summary": outcome.summary,
                     "coverage": plain(measured), "refused": plain(outcome.refused),
-                     "failure": None if outcome.failure is None else _public(outcome)})  # fmt: skip
+                     "failure": failure or None})  # fmt: skip
     require_success(outcome, verbose=verbose)
     if not as_json:
         show_results(result_console(), [build_layer(row) for row in outcome.rows],
@@ -251,10 +253,6 @@ def _planned(
         outcome = run_job(request, Path(folder) / "plan", shown)
     require_success(outcome)
     return outcome.plan
-
-
-def _public(outcome: Outcome) -> dict[str, Any]:
-    return {name: value for name, value in plain(outcome.failure).items() if name not in ("frame", "detail")}
 
 
 def main() -> None:

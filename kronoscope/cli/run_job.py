@@ -27,7 +27,6 @@ from catalog.frames import (
     LogLine,
     Planned,
     Progress,
-    Started,
     Stopped,
     Summarised,
     decode,
@@ -49,7 +48,6 @@ class Outcome:
     remaining: RemainingTime
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     """The plan of memory and seconds; empty before it is made."""
     failure: Failed | None = None
@@ -125,8 +123,6 @@ def _interrupt(runner: subprocess.Popen[bytes], outcome: Outcome) -> None:
 
 def _handle_frame(frame: Frame, display: Display, outcome: Outcome, *, verbose: bool) -> None:
     match frame:
-        case Started():
-            outcome.environment = frame.environment
         case Planned():
             outcome.plan = frame.plan
             outcome.remaining.take_plan(frame.plan)
@@ -204,18 +200,14 @@ def run_request(document: dict[str, Any], store: Path | None, *, offline: bool) 
     ``UnicodeEncodeError`` if the document names a path with bytes that no JSON holds.
     """
     json.dumps(document, ensure_ascii=False).encode()
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return {
         "document": document,
         "paths": [str(Path.cwd())],
         "allowed": {"factories": ["*"], "directories": ["*"]},
-        "store": str((store or _default_store()).absolute()),
+        "store": str((store or cached / "kronoscope").absolute()),
         "offline": offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
     }
-
-
-def _default_store() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "kronoscope"
 
 
 def require_success(outcome: Outcome, *, verbose: bool = False) -> None:

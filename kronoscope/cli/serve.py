@@ -84,8 +84,7 @@ def serve_embedded(folder: Path, port: int | None, say: Callable[[str], None]) -
 
 
 def _serve(folder: Path, lock: ServiceLock, port: int | None, say: Callable[[str], None]) -> int:
-    chosen = port if port is not None else _free_port()
-    require_free(chosen)
+    chosen = _free_port(port)
     url = f"http://127.0.0.1:{chosen}"
     lock.write(url)
     environment = embedded_environment(os.environ, folder, chosen, Path.cwd(), folder / "models")
@@ -246,27 +245,21 @@ def _is_found(module: str, folders: Sequence[str]) -> bool:
     return True
 
 
-def require_free(port: int) -> None:
-    """Refuse a port that is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServiceFailed(f"port {port} cannot be used ({error.strerror}); give another with --port") from error
-
-
-def _free_port() -> int:
-    """Return port 8000, or any free one where that is in use."""
-    for port in (8000, 0):
+def _free_port(asked: int | None) -> int:
+    """Return the port that is asked for, else 8000, or any free one where that is in use."""
+    why = ""
+    for port in (8000, 0) if asked is None else (asked,):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise ServiceFailed("this machine has no free port")
+            except OSError as error:
+                why = error.strerror or ""
+            else:
+                return int(probe.getsockname()[1])
+    if asked is None:
+        raise ServiceFailed("this machine has no free port")
+    raise ServiceFailed(f"port {asked} cannot be used ({why}); give another with --port")
 
 
 def _signal(number: int) -> str:

@@ -11,6 +11,11 @@ from kronoscope.client.errors import ClientError, ServiceUnreachable
 from kronoscope.client.responses import build
 from kronoscope.client.retry import RETRY_STATUSES, RetryWindow
 
+NOTHING_READ = (
+    "is neither a model's folder (config.json, *.safetensors) nor a file of data (.safetensors, .jsonl, .csv, "
+    ".parquet, .txt); unpack archives, and convert pickles to safetensors"
+)
+"""What is said of a path without a file that the service reads."""
 _PART_BYTES = 8 * 2**20
 _PATIENCE_SECONDS = 60
 _LEAST_PART_BYTES = 64 * 2**10
@@ -28,9 +33,7 @@ def send_upload(
     folder = path if path.is_dir() else path.parent
     files = [_declaration(folder, name) for name in files_of(path, kind)]
     if not files:
-        message = f"{path} is neither a model's folder (config.json, *.safetensors) nor a file of data (.safetensors, "
-        message += ".jsonl, .csv, .parquet, .txt); unpack archives, and convert pickles to safetensors"
-        raise ClientError(0, "Nothing to upload", message)
+        raise ClientError(0, "Nothing to upload", f"{path} {NOTHING_READ}")
     sizes: dict[str, int] = {each["name"]: each["size_bytes"] for each in files}
     total = sum(sizes.values())
     upload = build(UploadView, connection.call("POST", "/v1/uploads", json={"kind": kind, "files": files}))

@@ -98,20 +98,15 @@ def show_results(
             console.print(line, markup=False, soft_wrap=True)
         if kind in summary:
             console.print(summary_line(kind, summary[kind], measured), markup=False, soft_wrap=True)
-            _show_curvatures(console, summary[kind])
+            if (curvatures := curvature_table(summary[kind])) is not None:
+                console.print(curvatures)
+            for line in missing_lines(summary[kind]):
+                console.print(line, markup=False, soft_wrap=True)
         console.print()
     if curve is not None and curve.get("stages"):
         console.print(measured_stage_table(curve))
         console.print()
     for line in (*reuse_lines(rows), *coverage_lines(measured), *refused_lines(refused)):
-        console.print(line, markup=False, soft_wrap=True)
-
-
-def _show_curvatures(console: Console, summary: Any) -> None:  # noqa: ANN401 - a record, or what a service sends
-    table = curvature_table(summary)
-    if table is not None:
-        console.print(table)
-    for line in missing_lines(summary):
         console.print(line, markup=False, soft_wrap=True)
 
 
