@@ -25,7 +25,7 @@ from engine.factors.structure_files import KINDS, structure_digest, write_struct
 from engine.linalg.linear_operator import Operator
 from engine.linalg.panels import frobenius_norm
 from engine.measurement.layer_measurement import Measured
-from engine.memory.plan import term
+from engine.memory.plan import Term
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 from engine.semiseparable.choose import (
     Candidate,
@@ -204,7 +204,7 @@ class Compression(LayerAnalysis[CompressionParams]):
             if not sides:
                 continue
             n = max(sides)
-            terms.append(term("dense side", "3 · n², widened", 3 * n * n * item, job.place, _STAGE, layer.name))
+            terms.append(Term("dense side", "3 · n², widened", 3 * n * n * item, job.place, _STAGE, layer.name))
             operations += layer.groups * sum(_operations(params, n) for n in sides)
         seconds = {_STAGE: operations / job.work.pace.operations_per_second}
         kept = KeptFiles(name="kept structures", formula="below the dense matrices", size_bytes=job.packed_bytes)

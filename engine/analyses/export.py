@@ -13,7 +13,7 @@ from engine.analyses.exports.kronecker_files import KronfluenceFile, LaplaceFile
 from engine.analyses.layer_analysis import LayerAnalysis
 from engine.errors import NoConditionNumber
 from engine.measurement.layer_measurement import Measured
-from engine.memory.plan import term
+from engine.memory.plan import Term
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 
 FORMATS: Mapping[ExportFormat, type[ExportedFile]] = {
@@ -90,9 +90,9 @@ class Export(LayerAnalysis[ExportParams]):
             kept += groups * each
             terms += job.read_back(layer, KIND, copies=1)
             work = SOLVING_BYTES * a if params.format == "gptq" else 3 * each
-            terms.append(term("exported layer", "while it is made", work, "host", KIND, layer.name))
+            terms.append(Term("exported layer", "while it is made", work, "host", KIND, layer.name))
             operations += groups * (12 * layer.in_dim**3 if params.format == "gptq" else each)
-        terms.append(term("exported file", "Σ as written", kept, "host", KIND))
+        terms.append(Term("exported file", "Σ as written", kept, "host", KIND))
         return Cost(
             terms=tuple(terms),
             seconds={KIND: operations / job.work.pace.operations_per_second},

@@ -33,7 +33,7 @@ from engine.collection.ranks.joined_job import require_one_rank
 from engine.errors import UsageError
 from engine.factors.factor_set import LayerFacts
 from engine.measurement.layer_measurement import Measured
-from engine.memory.plan import term
+from engine.memory.plan import Term
 from engine.operators.kronecker.layer_store import OperatorOptions
 from engine.operators.kronecker_operator import KroneckerOperator
 from engine.operators.loss_gradient import data_gradient
@@ -211,18 +211,18 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
     @override
     def cost(params: SensitivityParams, job: PlannedJob) -> Cost:
         trainable = job.parameter_bytes
-        terms = [*job.carried(KIND), term("weights and gradient", "2 · P", 2 * trainable, "host", KIND)]
+        terms = [*job.carried(KIND), Term("weights and gradient", "2 · P", 2 * trainable, "host", KIND)]
         task = job.workspace.inputs.task
         if task is not None and task.type not in EMBEDDINGS:
             terms += gradient_pass_terms(job, trainable, KIND)
         if params.budget is not None:
             states = states_bytes(sum(layer.groups for layer in job.probe.layers))
-            terms.append(term("states of the choice", "5 · states · layers", states, "host", KIND))
+            terms.append(Term("states of the choice", "5 · states · layers", states, "host", KIND))
         operations = 0
         for layer in job.probe.layers:
             count = layer.in_dim * layer.out_dim
             terms += job.read_back(layer, KIND, copies=1)
-            terms.append(term("changes", "8 · in · out · 8", 64 * count, job.place, KIND, layer.name))
+            terms.append(Term("changes", "8 · in · out · 8", 64 * count, job.place, KIND, layer.name))
             operations += layer.groups * 2 * len(params.formats) * count * (layer.in_dim + layer.out_dim)
         work = job.work
         seconds = operations / work.pace.operations_per_second + work.examples * work.example_seconds

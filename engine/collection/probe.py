@@ -24,7 +24,7 @@ from engine.layers.coverage import Survey
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer
 from engine.layers.tied import TiedHeadLayer
-from engine.memory.plan import Chosen, Source, Stage, Term, term
+from engine.memory.plan import Chosen, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.row_layout.layer_calls import Call
 from engine.tracing.example_contributions import examples_at_once
@@ -266,7 +266,7 @@ def kept_terms(
         _row_bytes(layer, probe) for layer in probe.layers if _elsewhere(layer, probe, workspace.machine.device)
     )
     if apart:
-        terms.append(term("gradient rows", "Σ T · out", apart, "host"))
+        terms.append(Term("gradient rows", "Σ T · out", apart, "host"))
     if several:
         return terms
     item = 8 if workspace.options.collection.dtype == "float64" else 4
@@ -277,7 +277,7 @@ def kept_terms(
     stored += sum(_summed_bytes(layer, probe, width, follows=layer.name in probe.shared) for layer in probe.layers)
     # on the host they take the place of the sums, a layer at a time
     when: Stage = "decomposition" if offload or workspace.machine.device.type != "cuda" else "throughout"
-    terms.append(term("factors", "Σ in² + Σ out²", stored, "host", when))
+    terms.append(Term("factors", "Σ in² + Σ out²", stored, "host", when))
     return terms
 
 

@@ -37,7 +37,7 @@ Stage = str
 Source = Literal["exact", "traced", "estimated", "calibrated", "measured"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Term:
     """One contribution to the peak."""
 
@@ -45,26 +45,12 @@ class Term:
     formula: str
     size_bytes: int
     place: Place
-    source: Source
+    source: Source = field(default="exact", kw_only=True)
     stage: Stage = "throughout"
     """When it is held: during one stage, or always."""
     layer: str | None = None
     """The only layer that it is held for: of such terms, a stage holds one layer's at a time. None: throughout its
     stage."""
-
-
-def term(
-    name: str,
-    formula: str,
-    size: int,
-    place: Place,
-    stage: Stage = "throughout",
-    layer: str | None = None,
-    *,
-    source: Source = "exact",
-) -> Term:
-    """Return a term, by default one that shapes give exactly."""
-    return Term(name=name, formula=formula, size_bytes=size, place=place, source=source, stage=stage, layer=layer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from catalog import ANALYSES, PLANNED_STAGES
 from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.memory.budget import MemoryBudget
-from engine.memory.plan import Budgeted, Plan, Source, Stage, Term, term
+from engine.memory.plan import Budgeted, Plan, Source, Stage, Term
 from engine.planning.collection.memory import correction_bytes
 from engine.planning.collection.seconds import Work, with_seconds
 from engine.planning.decomposition_memory import kept_as
@@ -48,7 +48,7 @@ def with_disk(
     if workspace.saves_checkpoints:
         sums = next((term.size_bytes for term in plan.terms if term.name == "accumulators"), 0)
         formula = "2 · the sums under way: the last one stands until the next is whole"
-        terms.append(term("checkpoints", formula, 2 * sums, "disk", "collection", source="estimated"))
+        terms.append(Term("checkpoints", formula, 2 * sums, "disk", "collection", source="estimated"))
     if plan.chosen.corrections and workspace.ports.scratch is not None and len(plan.chosen.corrections) > 1:
         size = sum(correction_bytes(layer, kept.itemsize, follows=layer.name in probe.shared) for layer in probe.layers)
         terms += _from(plan, "correction", "corrections", "Σ in² + out² + in · out", size)
@@ -70,7 +70,7 @@ def _from(plan: Plan, first: Stage, name: str, formula: str, size: int, *, sourc
     """A term for every stage of ``plan`` from ``first`` on."""
     later = PLANNED_STAGES[PLANNED_STAGES.index(first) :]
     stages = [stage for stage in plan.stages if stage in later and size]
-    return [term(name, formula, size, "disk", stage, source=source) for stage in stages]
+    return [Term(name, formula, size, "disk", stage, source=source) for stage in stages]
 
 
 _CARRIED = ("factors", "bases", "corrections")
@@ -162,9 +162,9 @@ class PlannedJob:
         found = []
         if copies:
             formula = f"{copies} · (in² + out²), as kept" if copies > 1 else "in² + out², as kept"
-            found.append(term("read back", formula, copies * size, "host", stage, layer.name))
+            found.append(Term("read back", formula, copies * size, "host", stage, layer.name))
         if self.device.type == "cuda" and size:
-            found.append(term("factors on the device", "in² + out², as kept", size, "device", stage, layer.name))
+            found.append(Term("factors on the device", "in² + out², as kept", size, "device", stage, layer.name))
         return found
 
 

@@ -19,7 +19,7 @@ from engine.linalg.eigensolvers import LARGEST, RungCost, is_on_device
 from engine.linalg.spectrum_counts import COUNTS, LARGEST_STEPS
 from engine.memory.budget import MemoryBudget
 from engine.memory.device_speed import DeviceSpeed, typical_speed
-from engine.memory.plan import Budgeted, Plan, Term, term
+from engine.memory.plan import Budgeted, Plan, Term
 from engine.workspace import Workspace
 
 
@@ -111,7 +111,7 @@ def with_decompositions(
         )
         if bases:
             terms.append(
-                term(
+                Term(
                     "bases",
                     "Σ n² as kept",
                     bases,
@@ -286,4 +286,4 @@ def _terms(layer: TreatedLayer, taken: dict[LoadedSide, RungCost], read: int, se
         side, cost = max(taken.items(), key=lambda item: item[1].device_bytes + item[1].host_bytes)
         formula = f"{cost.formula}, n = {side.size} of {side.name}"
         sizes += [(cost.name, formula, cost.host_bytes, "host"), (cost.name, formula, cost.device_bytes, "device")]
-    return [term(*each, "decomposition", layer.name) for each in sizes if each[2]]
+    return [Term(*each, "decomposition", layer.name) for each in sizes if each[2]]

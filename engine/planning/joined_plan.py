@@ -16,7 +16,7 @@ import torch
 from engine.collection.probe import Probe
 from engine.layers.layer import TreatedLayer
 from engine.memory.device_speed import DeviceSpeed, typical_speed
-from engine.memory.plan import Plan, term
+from engine.memory.plan import Plan, Term
 from engine.planning.job_plan import complete_plan
 from engine.workspace import JobOptions, Machine, Workspace
 
@@ -55,9 +55,9 @@ def with_merge(plan: Plan, probe: Probe, pieces: int, host: DeviceSpeed | None =
     item = probe.dtype.itemsize
     formula = "8 (in² + out²) + one piece's in² + out² and its larger triangle"
     sizes = {layer.name: _layer_bytes(layer, probe, item) for layer in probe.layers}
-    held = [term("merge", formula, size, "host", "decomposition", name) for name, size in sizes.items()]
+    held = [Term("merge", formula, size, "host", "decomposition", name) for name, size in sizes.items()]
     disk = pieces * probe.packed_bytes(item)
-    kept = term("factors of the pieces", f"{pieces} · Σ triangles, as collected", disk, "disk", "decomposition")
+    kept = Term("factors of the pieces", f"{pieces} · Σ triangles, as collected", disk, "disk", "decomposition")
     seconds = dict(plan.seconds)
     if host is not None:
         numbers = disk // item

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.distributed.sharded_tensors import is_sharded, local_bytes
-from engine.memory.plan import Term, term
+from engine.memory.plan import Term
 from engine.model.sharding.gathered_parameters import gathered_bytes
 from engine.workspace import Workspace
 
@@ -54,14 +54,14 @@ def weight_terms(workspace: Workspace, place: Literal["device", "host"]) -> list
     size, converted, absent, gathered = weigh_model(workspace)
     found = []
     if place == "device" or absent:
-        found.append(term("weights", "Σ bytes", size, place))
+        found.append(Term("weights", "Σ bytes", size, place))
     if converted and (place == "device" or absent):
         formula = "Σ numbers · item, of another precision than they are measured in"
-        found.append(term("converted weights", formula, converted, place))
+        found.append(Term("converted weights", formula, converted, place))
     if gathered:
         formula = "two largest units, and a parameter twice on its way"
-        found.append(term("gathered weights", formula, gathered, place, source="estimated"))
+        found.append(Term("gathered weights", formula, gathered, place, source="estimated"))
     if place == "device" and absent:
         # they come from the files by way of the host
-        found.append(term("weights", "Σ bytes", size, "host", "model"))
+        found.append(Term("weights", "Σ bytes", size, "host", "model"))
     return found

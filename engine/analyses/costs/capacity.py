@@ -12,7 +12,7 @@ from engine.factors.representation_bytes import capacitance_bytes, gram_bytes
 from engine.factors.softmax_fisher import DENSE_ROWS
 from engine.layers.layer import TreatedLayer
 from engine.linalg.lanczos import PANEL_BYTES
-from engine.memory.plan import BUDGETED, Term, term
+from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.planning.collection.seconds import Work
 
@@ -35,17 +35,17 @@ def capacity_cost(params: CapacityParams, job: PlannedJob) -> Cost:
     """Return the bytes and the seconds of the metrics, and of the cross-check where it is asked for."""
     probe, place, terms = job.probe, job.place, job.carried(_STAGE)
     spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
-    terms.append(term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
-    terms.append(term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", _STAGE, source="estimated"))
+    terms.append(Term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
+    terms.append(Term("products", "2 chunks of 2¹⁸ · 8", _PRODUCTS, "host", _STAGE, source="estimated"))
     for layer in probe.layers:
         terms += job.read_back(layer, _STAGE, copies=int(job.passes > 1))
         each = probe.kept(layer)
         if each.kind == "softmax_head":
             size = capacitance_bytes(each.rows, layer.out_dim)
-            terms.append(term("capacitance", "2 · T² · 8, and chunks", size, place, _STAGE, layer.name))
+            terms.append(Term("capacitance", "2 · T² · 8, and chunks", size, place, _STAGE, layer.name))
         elif each.kind == "diagonal_sketch" and each.rank:
             size = gram_bytes(2 * each.rank, layer.out_dim)
-            terms.append(term("Gram matrix", "4 · (2r)² · 8, and chunks", size, place, _STAGE, layer.name))
+            terms.append(Term("Gram matrix", "4 · (2r)² · 8, and chunks", size, place, _STAGE, layer.name))
     blocks = sum(layer.groups for layer in probe.layers)
     values = sum(layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
     starts = _STARTS_A_LAYER * (1 + blocks) + _STARTS_AN_EIGENVALUE * values
@@ -88,7 +88,7 @@ def _cross_check(params: CapacityParams, job: PlannedJob) -> list[Term]:
     for at, place in enumerate(BUDGETED):
         most = max(ways, key=lambda way: int(way[at]))
         if most[at]:
-            terms.append(term("vectors", most[2], int(most[at]), place, _CHECK))
+            terms.append(Term("vectors", most[2], int(most[at]), place, _CHECK))
     return terms
 
 

@@ -13,13 +13,13 @@ from engine.collection.probe import Probe, read_back_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import rungs
 from engine.memory.device_speed import typical_speed
-from engine.memory.plan import term
+from engine.memory.plan import Term
 from engine.operators.comparison import MOST_PRODUCTS
 from engine.planning.analysis_cost import Cost, PlannedJob
 
 _STAGE = "compare_curvature"
 _HOST = torch.device("cpu")
-_term = partial(term, place="host", stage=_STAGE, source="estimated")
+_term = partial(Term, place="host", stage=_STAGE, source="estimated")
 _STARTS_A_LAYER = 2000
 """Starts of operations for one layer, whatever its size."""
 _PANELS = 8 * 2 * 2**20

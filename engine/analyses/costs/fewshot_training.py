@@ -44,7 +44,6 @@ from engine.memory.plan import (
     Plan,
     Term,
     readable_bytes,
-    term,
 )
 from engine.model.pass_peak import StorageEvents
 from engine.planning.job_plan import named_budget, smallest_budget
@@ -252,41 +251,41 @@ class TrainingPlans:
         return self._plans[way]
 
     def _terms(self, way: TrainingWay) -> Iterator[Term]:
-        yield term("process", "resident now", self.held_bytes, "host", source="measured")
-        yield term("libraries", "a constant, measured", LIBRARY_BYTES, "host", "throughout", source="estimated")
+        yield Term("process", "resident now", self.held_bytes, "host", source="measured")
+        yield Term("libraries", "a constant, measured", LIBRARY_BYTES, "host", "throughout", source="estimated")
         if self.place == "device":
             formula = "2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured"
-            yield term("libraries", formula, DEVICE_LIBRARY_BYTES, "device", "throughout", source="estimated")
+            yield Term("libraries", formula, DEVICE_LIBRARY_BYTES, "device", "throughout", source="estimated")
         held = sum(split.held_bytes for split in images_of(self.workspace).splits.values())
-        yield term("drawn images", "as many as are held of each split", held, "host", "throughout")
+        yield Term("drawn images", "as many as are held of each split", held, "host", "throughout")
         if self.place == "host" and not self.maps_blocks:
             kept = kept_activations(self.model.backbone, self.shape, self.dtype).of(self.params.images)
             formula = "activations of an episode, at most 256 MiB, measured"
-            yield term("freed blocks", formula, min(_MOST_FREED, kept), "host", "throughout", source="estimated")
+            yield Term("freed blocks", formula, min(_MOST_FREED, kept), "host", "throughout", source="estimated")
         weights = sum(each.nbytes for each in self.model.state_dict().values())
         # beside a device: those before them while they are replaced, or a checkpoint's model and moments as it is read
         copies = 1 if self.place == "host" else 4 if self.workspace.saves_checkpoints else 2
         formula = "those of the best epoch" + ("" if copies == 1 else f", and {copies - 1} copies on their way")
-        yield term("kept weights", formula, copies * weights, "host", "throughout")
+        yield Term("kept weights", formula, copies * weights, "host", "throughout")
         for name, size in self._memory(way.head_slices).peak(way.way).parts.items():
             # without an epoch no step is made, and the model alone is there
             if self.params.num_epoch or name == WEIGHTS:
-                yield term(name, PARTS[name], size, self.place, TRAINING, source="traced")
-        yield term("weights", "Σ bytes, of the kept model and the untrained one", 2 * weights, self.place, TESTING)
+                yield Term(name, PARTS[name], size, self.place, TRAINING, source="traced")
+        yield Term("weights", "Σ bytes, of the kept model and the untrained one", 2 * weights, self.place, TESTING)
         passed = self._pass_bytes(way)
         scored = self._once(("head", way.head_slices), lambda: self._head_bytes(way))
-        yield term("pass", "images, and a pass without a graph", passed, self.place, TESTING, source="traced")
-        yield term("head", "beyond the pass", max(0, scored - passed), self.place, TESTING, source="traced")
+        yield Term("pass", "images, and a pass without a graph", passed, self.place, TESTING, source="traced")
+        yield Term("head", "beyond the pass", max(0, scored - passed), self.place, TESTING, source="traced")
         if self.place == "host" and self.dtype == torch.float32:
             padded = padded_bytes(self.model.backbone, self.shape, way.way.chunk or self.params.images)
-            yield term(
+            yield Term(
                 "padded channels", "N or chunk · 16⌈C/16⌉ · HW", padded, "host", "throughout", source="estimated"
             )
         if self.workspace.saves_checkpoints and self.params.num_epoch:
             state = 3 * weights + weights
             formula = "2 · (weights and moments), and the kept weights"
-            yield term("checkpoints", formula, 2 * state, "disk", TRAINING, source="estimated")
-        yield term("model.safetensors", "the kept weights", weights, "disk", TESTING)
+            yield Term("checkpoints", formula, 2 * state, "disk", TRAINING, source="estimated")
+        yield Term("model.safetensors", "the kept weights", weights, "disk", TESTING)
 
     def _memory(self, slices: int) -> StepMemory:
         """The memory of a step whose head takes queries in so many slices."""

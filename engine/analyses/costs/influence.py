@@ -6,7 +6,7 @@ residuals too. Scores are held while a block is written.
 
 from catalog.analyses.influence import InfluenceParams
 from engine.analyses.costs.natural_gradient import gradient_pass_terms
-from engine.memory.plan import term
+from engine.memory.plan import Term
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 
 _STAGE = "influence"
@@ -29,19 +29,19 @@ def influence_cost(params: InfluenceParams, job: PlannedJob) -> Cost:
     terms = [
         *job.carried(_STAGE),
         *gradient_pass_terms(job, trainable, _STAGE),
-        term("gradients of queries", "block · P", one, "host", _STAGE),
-        term("vectors of queries", "2 · block · P", 2 * one, job.place, _STAGE),
-        term("scores", "3 · block · examples · groups", 3 * kept * block // queries, "host", _STAGE),
+        Term("gradients of queries", "block · P", one, "host", _STAGE),
+        Term("vectors of queries", "2 · block · P", 2 * one, job.place, _STAGE),
+        Term("scores", "3 · block · examples · groups", 3 * kept * block // queries, "host", _STAGE),
     ]
     if searched:
-        terms.append(term("search", "8 · block · P", _OF_THE_SEARCH * one, "host", _STAGE))
-        terms.append(term("products", "2 · block · P", 2 * one, job.place, _STAGE))
+        terms.append(Term("search", "8 · block · P", _OF_THE_SEARCH * one, "host", _STAGE))
+        terms.append(Term("products", "2 · block · P", 2 * one, job.place, _STAGE))
     numbers = 0
     for layer in job.probe.layers:
         own = layer.in_dim * layer.out_dim
         size = 8 * (3 * block * own + layer.in_dim**2 + layer.out_dim**2)
         terms += job.read_back(layer, _STAGE, copies=1)
-        terms.append(term("solved", "8 · (3 · block · in · out + in² + out²)", size, job.place, _STAGE, layer.name))
+        terms.append(Term("solved", "8 · (3 · block · in · out + in² + out²)", size, job.place, _STAGE, layer.name))
         numbers += layer.groups * own
     passes = -(-queries // block)
     gradients = passes * examples + 2 * queries

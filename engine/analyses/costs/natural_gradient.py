@@ -11,7 +11,7 @@ from engine.collection.probe import Probe, read_back_bytes
 from engine.factors.representation_bytes import NUMBERS_AT_ONCE
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
-from engine.memory.plan import BUDGETED, Term, term
+from engine.memory.plan import BUDGETED, Term
 from engine.planning.analysis_cost import Cost, PlannedJob
 from engine.planning.collection.seconds import batch_size
 from engine.planning.decomposition_memory import basis_dtype
@@ -26,14 +26,14 @@ _MATRICES = 4
 def natural_gradient_cost(params: NaturalGradientParams, job: PlannedJob) -> Cost:
     """Return the bytes and the seconds of the natural gradient."""
     trainable = job.parameter_bytes
-    terms = [*job.carried(_STAGE), term("gradient", "P", trainable, "host", _STAGE)]
+    terms = [*job.carried(_STAGE), Term("gradient", "P", trainable, "host", _STAGE)]
     if "directions" in job.workspace.options.keep:
         kept = len(params.powers) * trainable
         terms += [
-            term("directions", "k · P", kept, "host", _STAGE),
-            term("kept directions", "k · P", kept, "disk", _STAGE),
+            Term("directions", "k · P", kept, "host", _STAGE),
+            Term("kept directions", "k · P", kept, "disk", _STAGE),
         ]
-    terms.append(term("inputs of gradient rows", "Σ T · in", _row_inputs(job, params), "host", _STAGE))
+    terms.append(Term("inputs of gradient rows", "Σ T · in", _row_inputs(job, params), "host", _STAGE))
     passing = [] if params.gradient is not None else gradient_pass_terms(job, trainable, _STAGE)
     layers = [each for layer in job.probe.layers for each in _layer_terms(layer, job, params)]
     for where in BUDGETED[::-1]:
@@ -92,7 +92,7 @@ def gradient_pass_terms(job: PlannedJob, trainable: int, stage: str) -> list[Ter
     ]
     # one of them is the gradient itself where that is on the host
     numbers = 2 * trainable if job.place == "device" else trainable
-    return [*found, term("sums of gradients", "2 · P: the sum, and what enters it", numbers, job.place, stage)]
+    return [*found, Term("sums of gradients", "2 · P: the sum, and what enters it", numbers, job.place, stage)]
 
 
 def _layer_terms(layer: TreatedLayer, job: PlannedJob, params: NaturalGradientParams) -> list[Term]:
@@ -129,7 +129,7 @@ def _layer_terms(layer: TreatedLayer, job: PlannedJob, params: NaturalGradientPa
         found.append(("rows", "8 · T² · 8, or 4 · T² · 8 and rows widened, and 3 · T · in · 8", size, place))
         if not params.solves:
             found.append(("eigenvectors of rows", "T · n", vectors * rows * layer.out_dim, place))
-    return [term(name, formula, size, where, _STAGE, layer.name) for name, formula, size, where in found if size]
+    return [Term(name, formula, size, where, _STAGE, layer.name) for name, formula, size, where in found if size]
 
 
 def _squares(layer: TreatedLayer, probe: Probe) -> list[int]:

@@ -17,7 +17,7 @@ from engine.factors.clipping.clipping_check import EXACT_ROWS, checking_bytes
 from engine.layers.layer import TreatedLayer
 from engine.linalg.eigendecomposition import kept_dtype
 from engine.memory.device_speed import typical_speed
-from engine.memory.plan import BUDGETED, Budgeted, term
+from engine.memory.plan import BUDGETED, Budgeted, Term
 from engine.planning.analysis_cost import Cost, KeptFiles, PlannedJob
 from engine.planning.decomposition_memory import basis_dtype
 
@@ -82,10 +82,10 @@ def reconstruction_cost(params: ReconstructionParams, job: PlannedJob) -> Cost:
         terms += own
         if basis_dtype(job.workspace, kept) != kept_dtype(kept):
             size = max((side.size**2 for side in sides if side.kind == "dense"), default=0)
-            terms.append(term("basis as it was kept", "n² in float64", 8 * size, "host", _STAGE, layer.name))
+            terms.append(Term("basis as it was kept", "n² in float64", 8 * size, "host", _STAGE, layer.name))
         for where, contents in (("host", phase.host), ("device", phase.device)):
             terms += [
-                term(name, formula, size, where, _STAGE, layer.name)  # type: ignore[arg-type]
+                Term(name, formula, size, where, _STAGE, layer.name)  # type: ignore[arg-type]
                 for name, formula, size in contents
                 if size
             ]

@@ -23,7 +23,7 @@ import torch
 from catalog.analyses.spectrum import SpectrumParams
 from engine.collection.probe import Probe
 from engine.linalg.panels import PANEL_NUMBERS
-from engine.memory.plan import term
+from engine.memory.plan import Term
 from engine.planning.analysis_cost import Cost, PlannedJob
 
 _STAGE = "spectrum"
@@ -118,8 +118,8 @@ def spectrum_cost(params: SpectrumParams, job: PlannedJob) -> Cost:
     terms, seconds = job.carried(_STAGE), {_STAGE: _seconds(params, job)}
     if "kfac" in params.curvatures:
         spectra = sum(16 * layer.groups * (layer.in_dim + layer.out_dim) for layer in probe.layers)
-        terms.append(term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
-        terms.append(term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host", _STAGE, source="estimated"))
+        terms.append(Term("spectra", "2 · Σ (in + out) · 8", spectra, "host", _STAGE))
+        terms.append(Term("products", "4 chunks of 2¹⁷ · 8", 4 * 8 * 2**17, "host", _STAGE, source="estimated"))
     if not params.exact:
         return Cost(terms=tuple(terms), seconds=seconds)
     size = sum(layer.parameter_count for layer in probe.layers)
@@ -135,14 +135,14 @@ def spectrum_cost(params: SpectrumParams, job: PlannedJob) -> Cost:
     if chosen is None:
         chosen = choose_search(params, size, probe.dtype, max(free - _GRAPHS * graph, 0))
     for name, formula, bytes_ in _kept(params, size, chosen["length"], probe.dtype):
-        terms.append(term(name, formula, bytes_, place, _STAGE))
+        terms.append(Term(name, formula, bytes_, place, _STAGE))
     columns = min(chosen["columns"], asked_at_once(params))
     widest = max((call.entered.numel() + call.output.numel() for call in probe.calls), default=0)
     examples = job.plan.chosen.micro_batch or workspace.options.collection.batch_size
     tangent = int(widest * examples / probe.examples) * probe.dtype.itemsize
     ways = _ways(params, probe, columns, chosen["length"], (graph, tangent))
     most = max(ways, key=lambda way: ways[way])
-    terms.append(term("a pass", f"{columns} columns: {most}", ways[most], place, _STAGE, source="estimated"))
+    terms.append(Term("a pass", f"{columns} columns: {most}", ways[most], place, _STAGE, source="estimated"))
     return Cost(terms=tuple(terms), seconds=seconds, chosen={"search": chosen})
 
 

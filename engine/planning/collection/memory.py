@@ -28,7 +28,7 @@ from engine.factors.departure import departing_bytes
 from engine.layers.convolution import ConvolutionLayer
 from engine.layers.layer import BlockLayer, TreatedLayer, factor_sides
 from engine.memory.host_accumulation import pinned_bytes, staging_numbers
-from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term, term
+from engine.memory.plan import DEVICE_LIBRARY_BYTES, LIBRARY_BYTES, Chosen, Plan, Source, Stage, Term
 from engine.model.activation_memory import Saved
 from engine.planning.collection.reductions import reduction_terms
 from engine.planning.model_memory import weight_terms
@@ -121,8 +121,8 @@ def plan_of(
     sums: Literal["device", "host"] = "host" if chosen.offload else place
     formula = "Σ in² + Σ out², or T · out" + (", sums twice" if workspace.options.collection.batch_variance else "")
     terms = [
-        term("accumulators", formula, most, sums, "collection"),
-        *(term(name, formula, size, place, stage, source=source) for name, formula, size, source, stage in sizes),
+        Term("accumulators", formula, most, sums, "collection"),
+        *(Term(name, formula, size, place, stage, source=source) for name, formula, size, source, stage in sizes),
     ]
     if workspace.options.collection.nested and workspace.ports.scratch is None:
         triangles = probe.dtype.itemsize * sum(
@@ -130,7 +130,7 @@ def plan_of(
             for each in probe.layers
             for side, dense in sides_of(each, follows=each.name in probe.shared)
         )
-        terms.append(term("nested sizes", f"{len(EIGHTHS)} · Σ triangles", len(EIGHTHS) * triangles, "host"))
+        terms.append(Term("nested sizes", f"{len(EIGHTHS)} · Σ triangles", len(EIGHTHS) * triangles, "host"))
     # when ranks add up, the pass is over, and with it all of a slice
     terms += reduction_terms(workspace, probe, sums, slice_bytes)
     terms += [
@@ -145,10 +145,10 @@ def plan_of(
     if probe.repeated:
         held_back = sum(_arriving(call) for call in probe.calls) * examples // probe.examples
         formula = "slice · Σ outputs, until all of a direction are finite"
-        terms.append(term("gradients that wait", formula, held_back, place, "collection", source="estimated"))
+        terms.append(Term("gradients that wait", formula, held_back, place, "collection", source="estimated"))
     terms += [
         *_library_terms(place),
-        term("process", "resident now", held_bytes, "host", source="measured"),
+        Term("process", "resident now", held_bytes, "host", source="measured"),
         *weight_terms(workspace, place),
     ]
     return Plan(terms=tuple(terms), chosen=chosen)
@@ -158,17 +158,17 @@ def _staging_terms(place: Literal["device", "host"], panel_bytes: int) -> list[T
     """Two panels where the job computes, and two on the host, which are pinned for a GPU."""
     pinned = "2 panels, each to a power of two, pinned", 2 * pinned_bytes(panel_bytes)
     return [
-        term("staging", "2 panels", 2 * panel_bytes, place, "collection"),
-        term("staging", *(("2 panels", 2 * panel_bytes) if place == "host" else pinned), "host", "collection"),
+        Term("staging", "2 panels", 2 * panel_bytes, place, "collection"),
+        Term("staging", *(("2 panels", 2 * panel_bytes) if place == "host" else pinned), "host", "collection"),
     ]
 
 
 def _library_terms(place: Literal["device", "host"]) -> list[Term]:
     """What libraries take for themselves, on the host and where the job computes."""
-    found = [term("libraries", "a constant, measured", LIBRARY_BYTES, "host", source="estimated")]
+    found = [Term("libraries", "a constant, measured", LIBRARY_BYTES, "host", source="estimated")]
     if place == "device":
         formula = "2 workspaces of cuBLAS · 32 MiB, and 17 MiB, measured"
-        found.append(term("libraries", formula, DEVICE_LIBRARY_BYTES, place, source="estimated"))
+        found.append(Term("libraries", formula, DEVICE_LIBRARY_BYTES, place, source="estimated"))
     return found
 
 
@@ -180,9 +180,9 @@ def leaving_terms(
         return []
     gathered, pinned = departing_bytes(largest * largest, probe.dtype.itemsize)
     return [
-        term("factors that wait", "accumulators, until they are written", waiting, place, "decomposition"),
-        term("panels", "of each thread what it gathers", gathered, place, "decomposition"),
-        term("panels", "4 of each thread, pinned", pinned, "host", "decomposition"),
+        Term("factors that wait", "accumulators, until they are written", waiting, place, "decomposition"),
+        Term("panels", "of each thread what it gathers", gathered, place, "decomposition"),
+        Term("panels", "4 of each thread, pinned", pinned, "host", "decomposition"),
     ]
 
 
@@ -287,15 +287,15 @@ def corrected_plan(
         if term.name in ("activations", "gradients", "outputs", "patches", "factors") and term.stage != "throughout"
     ]
     own = [
-        term("bases", "Σ in² + out² + in · out", most, place, "correction"),
-        term("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
+        Term("bases", "Σ in² + out² + in · out", most, place, "correction"),
+        Term("eigenvectors", "4 · n² · 8, largest factor", 4 * largest * largest * 8, place, "correction"),
     ]
     if len(parts) > 1:
-        own.append(term("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
+        own.append(Term("one correction", "in² + out² + in · out", max(groups.values()), "host", "decomposition"))
     else:
-        own.append(term("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
+        own.append(Term("corrections", "Σ in² + out² + in · out", most, "host", "decomposition"))
         if place == "device":
-            own.append(term("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
+            own.append(Term("corrections", "Σ in² + out² + in · out", most, "host", "correction"))
     return replace(plan, terms=(*plan.terms, *again, *own), chosen=replace(plan.chosen, corrections=parts))
 
 

@@ -21,7 +21,7 @@ from engine.distributed.transfers import NUMBERS_AT_ONCE, UNDER_WAY
 from engine.factors.representation import Representation
 from engine.factors.representation_bytes import low_rank_bytes
 from engine.layers.layer import TreatedLayer
-from engine.memory.plan import Budgeted, Term, term
+from engine.memory.plan import Budgeted, Term
 from engine.workspace import Workspace
 
 _WIDENED_BYTES = 8 * 2**20
@@ -43,7 +43,7 @@ def reduction_terms(workspace: Workspace, probe: Probe, place: Budgeted, freed: 
         return []
     each = sorted((_layer_bytes(ranks.size, layer, probe) for layer in probe.layers), reverse=True)
     formula = "2 layers' panels, own rows and 8 · T², beyond a slice"
-    return [term("reduction", formula, max(0, sum(each[:UNDER_WAY]) - freed), place, "collection", source="estimated")]
+    return [Term("reduction", formula, max(0, sum(each[:UNDER_WAY]) - freed), place, "collection", source="estimated")]
 
 
 def triangle_bytes(numbers: int, item: int, ranks: int) -> int:
