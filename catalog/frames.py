@@ -7,7 +7,7 @@ worker's supervisor, or the foreground runner of the CLI) is the only sink.
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from catalog.analyses.analysis import LayerResult, RefusedAnalysis
 from catalog.frame_bounds import cut, require_within
@@ -15,8 +15,8 @@ from catalog.record import FieldError, canonical_json, option, plain, record
 from catalog.record_reader import read
 from catalog.requests.cached_factors import CachedFile
 from catalog.requests.data_sources import Pixels
-from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.reproduction import Reproduction
+from catalog.responses.views import CallerFrame
 
 MAX_FRAME_BYTES = 8 * 2**20
 _MOST_WARNING = 500
@@ -239,21 +239,7 @@ Frame = (
     | Divided
 )
 
-_FRAMES: dict[str, type[Frame]] = {
-    "started": Started,
-    "progress": Progress,
-    "planned": Planned,
-    "layer": LayerDone,
-    "artifact": ArtifactWritten,
-    "summary": Summarised,
-    "log": LogLine,
-    "cache_asked": CacheAsked,
-    "cache_filled": CacheFilled,
-    "failed": Failed,
-    "finished": Finished,
-    "stopped": Stopped,
-    "divided": Divided,
-}
+_FRAMES: dict[str, type[Frame]] = {each.frame: each for each in get_args(Frame)}
 
 
 @record

@@ -8,12 +8,13 @@ from urllib.parse import quote
 
 from catalog.analyses.analysis import RefusedAnalysis
 from catalog.requests.pieces import read_piece
-from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.coverage import assess_coverage
-from catalog.responses.device_views import DeviceState, DeviceView
 from catalog.responses.estimate_view import EstimateView, PlaceBytes
 from catalog.responses.views import (
     ArtifactView,
+    CallerFrame,
+    DeviceState,
+    DeviceView,
     EventListView,
     EventView,
     FailureView,

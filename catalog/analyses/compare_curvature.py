@@ -1,6 +1,6 @@
 """`compare_curvature`: each layer's factors beside those of another set, stored by an earlier job."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
@@ -34,6 +34,8 @@ class CompareCurvatureParams:
     """The second set of factors. The first is what `factors` names, or what the job collects."""
     k: tuple[int, ...] = (1, 5, 10, 50)
     """Numbers of leading eigenvectors whose spans are compared, ascending, each from 1 to 1000."""
+    decomposition: ClassVar[Literal["none"]] = "none"
+    """Nothing: a job keeps eigenvectors in float32, and spans are compared in float64, by bases computed anew."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range or out of order."""
@@ -44,11 +46,6 @@ class CompareCurvatureParams:
                 raise FieldError("k", f"holds {number}; take numbers from 1 to {MOST_VECTORS}")
         if list(self.k) != sorted(set(self.k)):
             raise FieldError("k", f"is {list(self.k)}; list each number once, in ascending order")
-
-    @property
-    def decomposition(self) -> Literal["none", "values", "vectors"]:
-        """Nothing: a job keeps eigenvectors in float32, and spans are compared in float64, by bases computed anew."""
-        return "none"
 
     def require_document(self, document: JobDocument) -> None:
         """Refuse a document that asks for the comparison and names nothing to compare with.

@@ -1,7 +1,7 @@
 """`compression`: each factor, or a matrix of the caller's, as a structure of O(N log N) numbers, with its error."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
@@ -30,6 +30,8 @@ class CompressionParams:
     """Whether U and V are held in float16, with a power of two for each column, and T in float32."""
     use_hierarchical: bool = option(False, known_as="use_hierarchical")
     """Whether T + U Vᵀ has several levels, which take more bytes than one."""
+    decomposition: ClassVar[Literal["none"]] = "none"
+    """Parts of the eigendecompositions that are asked for: none, since structures are fitted to the factors."""
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their meaning, and options of another structure than the one that is asked for."""
@@ -51,11 +53,6 @@ class CompressionParams:
         if self.use_hierarchical and (self.rank is not None or self.tolerance is not None):
             name = "rank" if self.rank is not None else "tolerance"
             raise FieldError(name, "decides the rank, and so does `use_hierarchical` by `num_levels`; leave one out")
-
-    @property
-    def decomposition(self) -> Literal["none"]:
-        """Parts of the eigendecompositions that are asked for: none, since structures are fitted to the factors."""
-        return "none"
 
 
 _OF_STRUCTURE = {

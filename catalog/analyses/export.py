@@ -1,7 +1,7 @@
 """`export`: the factors of each layer in the file of another tool, with its convention written down."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
@@ -38,6 +38,8 @@ class ExportParams:
     outputs: int | None = None
     """The number of the model's outputs, which `laplace` needs; left out, it is that of the head, where the factors
     show it."""
+    decomposition: ClassVar[Literal["none"]] = "none"
+    """Parts of the eigendecompositions that are asked for: none; GPTQ's are those of A without the bias."""
 
     def __post_init__(self) -> None:
         """Refuse options that contradict the format."""
@@ -54,11 +56,6 @@ class ExportParams:
                 )
         if self.format == "laplace" and self.likelihood is None:
             raise FieldError("likelihood", "is missing; `laplace` needs classification or regression")
-
-    @property
-    def decomposition(self) -> Literal["none"]:
-        """Parts of the eigendecompositions that are asked for: none; GPTQ's are those of A without the bias."""
-        return "none"
 
 
 def left_out(without: Sequence[str], layers: Sequence[str]) -> set[str]:

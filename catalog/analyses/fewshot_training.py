@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from catalog.analyses.analysis import Analysis, AnalysisStage, Column, Figure
 from catalog.brief import Brief
@@ -113,6 +113,8 @@ class FewshotTrainingParams:
     """Seed of weights, episodes and dropout: episode i is the same, whatever came before it."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of weights and steps; `float64` computes without `use_amp`."""
+    decomposition: ClassVar[Literal["none"]] = "none"
+    """Parts of the eigendecompositions that are asked for: none, since nothing is collected."""
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their meaning, and options without use beside the others."""
@@ -175,11 +177,6 @@ class FewshotTrainingParams:
             )
         if self.penalised and self.n_way * self.k_shot < 2:
             raise FieldError("k_shot", "leaves one support image, which has no variance; take more images or classes")
-
-    @property
-    def decomposition(self) -> Literal["none"]:
-        """Parts of the eigendecompositions that are asked for: none, since nothing is collected."""
-        return "none"
 
     @property
     def penalised(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
@@ -38,6 +38,12 @@ class InfluenceParams:
     """Relative residual at which conjugate gradients end, for `ggn`."""
     iterations: int = 100
     """Most iterations of them; what has not converged by then is given with its residual, and marked."""
+    decomposition: ClassVar[Literal["none"]] = "none"
+    """Parts of the eigendecompositions that rows ask for: none, since the operator makes its own."""
+    needs_model: ClassVar[str] = "influence"
+    """The option that needs the model's weights."""
+    has_round: ClassVar[bool] = True
+    """Whether a divided job has a round of its own for this analysis, in which pieces share the queries."""
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their meaning."""
@@ -51,21 +57,6 @@ class InfluenceParams:
         for name, layers in self.groups.items():
             if not (name.isprintable() and 0 < len(name) <= MAX_GROUPS and layers):
                 raise FieldError("groups", f"holds {name[:40]!r}; take printable names, each with a list of layers")
-
-    @property
-    def decomposition(self) -> Literal["none"]:
-        """Parts of the eigendecompositions that rows ask for: none, since the operator makes its own."""
-        return "none"
-
-    @property
-    def needs_model(self) -> str:
-        """The option that needs the model's weights."""
-        return "influence"
-
-    @property
-    def has_round(self) -> bool:
-        """Whether a divided job has a round of its own for this analysis, in which pieces share the queries."""
-        return True
 
     def require_document(self, document: JobDocument) -> None:
         """Refuse what the rest of the document cannot serve.

@@ -1,7 +1,7 @@
 """`reconstruction`: each layer's factors with their spectra clipped at κ_max, rebuilt or kept as an eigenbasis."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure
 from catalog.brief import Brief
@@ -24,11 +24,8 @@ class ReconstructionParams:
     """Which factors are stabilised; the other one stays as it is."""
     keep_matrices: bool = True
     """Whether what was made stays as artifacts, below `stabilised/`; without, only its metrics and digests do."""
-
-    @property
-    def decomposition(self) -> Literal["none", "values", "vectors"]:
-        """Decomposition that a reconstruction needs."""
-        return "vectors"
+    decomposition: ClassVar[Literal["vectors"]] = "vectors"
+    """Decomposition that a reconstruction needs."""
 
     def require_options(self, document: JobDocument) -> None:
         """Refuse a document without a condition number to clip at."""

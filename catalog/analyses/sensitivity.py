@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from catalog.analyses.analysis import SHAPE, Analysis, Column, Coverage, Figure, join_phrases
 from catalog.brief import Brief
@@ -29,6 +29,10 @@ class SensitivityParams:
     """Rank of `low_rank`."""
     budget: float | None = None
     """Bytes that all weights together may take, as a share of what they take in 16 bits; null chooses nothing."""
+    decomposition: ClassVar[Literal["none"]] = "none"
+    """Parts of the eigendecompositions that are asked for: none, since products with A and G are all it takes."""
+    needs_model: ClassVar[str] = "sensitivity"
+    """The option that needs the model's weights."""
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their meaning."""
@@ -41,16 +45,6 @@ class SensitivityParams:
                 raise FieldError(name, f"is {getattr(self, name)}; take {least} or more")
         if self.budget is not None and not (math.isfinite(self.budget) and 0 < self.budget <= 1):
             raise FieldError("budget", f"is {self.budget}; take a share of the 16-bit weights above 0 and up to 1")
-
-    @property
-    def decomposition(self) -> Literal["none"]:
-        """Parts of the eigendecompositions that are asked for: none, since products with A and G are all it takes."""
-        return "none"
-
-    @property
-    def needs_model(self) -> str:
-        """The option that needs the model's weights."""
-        return "sensitivity"
 
 
 @record

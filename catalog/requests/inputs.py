@@ -110,8 +110,8 @@ class UploadedModel(AdaptableModel):
 
 
 @record
-class ModelFactory:
-    """A Python callable that returns an `nn.Module`; it is run in `eval()`."""
+class Factory:
+    """A Python callable that makes a part of a job."""
 
     source: Literal["factory"]
     """Tells this source from the others: `factory`."""
@@ -123,6 +123,11 @@ class ModelFactory:
     def __post_init__(self) -> None:
         """Refuse what names no callable."""
         require_factory("factory", self.factory)
+
+
+@record
+class ModelFactory(Factory):
+    """A Python callable that returns an `nn.Module`; it is run in `eval()`."""
 
 
 ModelSource = Annotated[
@@ -215,23 +220,12 @@ class SyntheticData:
 
 
 @record
-class DataFactory:
+class DataFactory(Factory):
     """A Python callable that yields `(inputs, targets)` or `(inputs, targets, index)`, or returns a PyTorch `Dataset`.
 
     It is called anew for every pass and must give the same examples in the same order.
     `index` (int64, one per example) keys the sampled labels, else the position in the stream does.
     """
-
-    source: Literal["factory"]
-    """Tells this source from the others: `factory`."""
-    factory: str
-    """`package.module:callable`."""
-    kwargs: Mapping[str, Any] = option(dict)
-    """Arguments for the callable, by name."""
-
-    def __post_init__(self) -> None:
-        """Refuse what names no callable."""
-        require_factory("factory", self.factory)
 
 
 @record

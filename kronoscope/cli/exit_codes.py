@@ -14,9 +14,8 @@ from typing import NoReturn
 import typer
 
 from catalog.analyses.analysis import RefusedAnalysis
-from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.coverage import CoverageView
-from catalog.responses.views import JobView
+from catalog.responses.views import CallerFrame, JobView
 from kronoscope.cli.documents import DocumentUnreadable
 from kronoscope.cli.extras import NotInstalled
 from kronoscope.cli.output import OutputFailed, write_error

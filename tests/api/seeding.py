@@ -48,8 +48,8 @@ from catalog.frames import (
 )
 from catalog.record import plain
 from catalog.requests.pieces import Piece
-from catalog.responses.caller_frame import CallerFrame
 from catalog.responses.layer_record import LayerRecord, Observed
+from catalog.responses.views import CallerFrame
 from jobs.codec import parse_document
 from jobs.objects.artifacts import ArtifactFolder
 from jobs.queue import attempt_endings, attempt_writes, claims

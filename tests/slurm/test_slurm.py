@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
-from jobs.errors import LauncherFailed
 from jobs.autoscale.launcher import NewMachine
 from jobs.autoscale.slurm import Slurm
 from jobs.codec import parse_document
+from jobs.errors import LauncherFailed
 from jobs.records import LOCAL_TENANT
 from jobs.repository.submission import submit
 from jobs.schema.clock import ledger_now

@@ -31,7 +31,7 @@ from catalog.frame_bounds import CODE_NAME, MAX_TRACE
 from catalog.frames import Failed
 from catalog.record import FieldError
 from catalog.requests.assignment import Assignment
-from catalog.responses.caller_frame import CallerFrame
+from catalog.responses.views import CallerFrame
 from engine.errors import EngineError
 from engine.memory.budget import free_host_bytes, resident_bytes
 from engine.memory.out_of_memory import first_line, lost_device, ran_out_of_memory

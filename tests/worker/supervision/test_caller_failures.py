@@ -12,7 +12,7 @@ from sqlalchemy import Engine, select
 from api.requests.response_bodies import job_view
 from catalog.frames import Failed, decode, encode
 from catalog.record import plain
-from catalog.responses.caller_frame import CallerFrame
+from catalog.responses.views import CallerFrame
 from jobs.queue.claims import claim
 from jobs.schema.database import reading
 from jobs.schema.tables import jobs
