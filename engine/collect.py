@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from catalog.record import plain
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.collection.checkpoints import fingerprint
 from engine.collection.collection_state import CollectionState
@@ -328,6 +329,7 @@ def _finished(
         trainable_parameters=numbers,
         parameters=tuple(trainable),
         loss=job.task.likelihood,
+        task=plain(dataclasses.replace(job.task, loss=job.task.likelihood)),
         examples=state.examples,
         entered=state.entered,
         updates=state.updates,

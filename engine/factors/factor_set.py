@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -278,6 +279,8 @@ class CollectionCounts:
     """Factor that `fp16` came to multiply directions by."""
     loss: str | None = None
     """The task's loss."""
+    task: Mapping[str, Any] | None = None
+    """The task's options, with the loss in force."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ ends. So nothing is counted twice and nothing is left out, however the data were
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
+from catalog.record import plain
 from engine.errors import NotMergeable
 from engine.factors.factor_set import CountedExamples, FactorSet, LayerFacts, LayerSums, Run, VarianceSums
 from engine.linalg.linear_operator import Structured
@@ -234,13 +235,14 @@ def _counted(found: FactorSet, place: int) -> CountedExamples:
 
 
 def _require_same_options(first: FactorSet, other: FactorSet, place: int) -> None:
-    for block in ("collection", "woodbury"):
-        here, there = asdict(getattr(first, block)), asdict(getattr(other, block))
+    for block in ("collection", "woodbury", "task"):
+        # an earlier version kept no task
+        here, there = (plain(getattr(each, block) or {}) for each in (first, other))
         for name in here:
-            if here[name] != there[name]:
+            if here[name] != there.get(name, here[name]):
                 raise NotMergeable(
-                    f"`{block}.{name}` must be the same in all sets (got {here[name]!r} in set 1 and {there[name]!r} "
-                    f"in set {place}); collect set {place} again with the options of set 1",
+                    f"`{block}.{name}` must be the same in all sets (got {repr(here[name])[:60]} in set 1 and "
+                    f"{repr(there[name])[:60]} in set {place}); collect set {place} again with the options of set 1",
                     pointer=f"/{block}/{name}",
                 )
     if first.amp != other.amp:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from catalog.requests.inputs import Task
 from catalog.requests.woodbury import Woodbury
 from engine.analyses.factors import KeptFactors
 from engine.collect import collect_or_read
@@ -25,7 +26,7 @@ from tests.oracles import MemoryArtifacts, workspace
 EXAMPLES = 12
 
 
-def job(seed: int = 0, bias: bool = True, policy: Any = "auto", **options: Any) -> Workspace:
+def job(seed: int = 0, bias: bool = True, policy: Any = "auto", smoothing: float = 0.0, **options: Any) -> Workspace:
     torch.manual_seed(4)
     x, y = torch.randn(EXAMPLES, 3), torch.randint(0, 4, (EXAMPLES,))
     torch.manual_seed(seed)
@@ -33,6 +34,7 @@ def job(seed: int = 0, bias: bool = True, policy: Any = "auto", **options: Any) 
     made = workspace(model, [(x, y)], "classification", **{"batch_size": 2, "fisher": "empirical"} | options)
     made.inputs.examples = EXAMPLES
     made.options.woodbury = Woodbury(policy=policy)
+    made.inputs.task = Task(type="classification", label_smoothing=smoothing)
     return made
 
 
@@ -91,6 +93,7 @@ def test_a_piece_proves_what_it_has_read_not_what_it_was_told() -> None:
             partial(job, fisher="mc"),
             "`collection.fisher` must be the same in all sets (got 'empirical' in set 1 and 'mc'",
         ),
+        (partial(job, smoothing=0.5), "`task.label_smoothing` must be the same in all sets (got 0.0 in set 1 and 0.5"),
         (partial(job, seed=1), "set 2 is of another model than set 1: its numbers have the digest"),
         (partial(job, bias=False), "other trainable parameters than set 1: 39 numbers, and 44 in set 1"),
         (partial(job, policy="dense"), "`woodbury.policy` must be the same in all sets"),
@@ -112,6 +115,7 @@ def test_what_is_no_sum_is_refused() -> None:
         collect_or_read(joining(averaged, [stored(averaged, 0, 6), stored(averaged, 6, 12)]))
     rounded = finished(job(storage_dtype="bfloat16"))
     assert "was rounded to `collection.storage_dtype: bfloat16`" in refusal([rounded])
+    assert merge_factor_sets([replace(part(0, 6), task=None), part(6, 12, partial(job, smoothing=0.5))]).task is None
     old = finished(job())
     assert "does not say which examples" in refusal([replace(old, counted=None)])
     assert "does not say which examples" in refusal(

@@ -129,6 +129,10 @@ def test_other_models_and_broken_folders_are_refused(runner: Runner, digits: Any
     extends = describe(earlier, other, model_sha256=None)
     with pytest.raises(EngineError, match="model"):
         runner.job("other", {"kind": "factors", "data": digits(50, 90), "extends": extends})
+    # an edited record, whose numbers would be those of two tasks
+    extends = describe(earlier, {**asked, "task": {"type": "classification", "label_smoothing": 0.5}})
+    with pytest.raises(EngineError, match=r"`task.label_smoothing` must be the same .* 0.0 in set 1 and 0.5 in set 2"):
+        runner.job("edited", {"kind": "factors", "data": digits(50, 90), "extends": extends})
 
 
 def test_analyses_are_checked_against_the_extended_collection(runner: Runner, digits: Any) -> None:
