@@ -111,7 +111,9 @@ class OpenFolder:
         for folder, _, files in os.walk(self.path):
             found += (str((Path(folder) / name).relative_to(self.path)) for name in files)
             if len(found) > _MOST_LISTED:
-                raise _refused(self.name, f"holds more than {_MOST_LISTED:,} files", self._pointer)
+                raise _refused(
+                    self.name, f"holds more than {_MOST_LISTED:,} files; name a folder with fewer", self._pointer
+                )
         return sorted(found)
 
 
@@ -130,11 +132,14 @@ def open_allowed(path: Path, root: Path | None, shown: str, pointer: str) -> Ope
         descriptor = os.open(real, READ) if root is None else open_beneath(root, real.relative_to(root))
     except OSError as error:
         if error.errno in LED_ASTRAY:
+            if _is_loop(real):
+                raise _refused(shown, "is a link that leads back to itself; name the file itself", pointer) from error
             raise outside(shown, pointer) from error
         if error.errno in _ABSENT:
             return None
         if error.errno in (errno.EACCES, errno.ENXIO, errno.ENODEV):
-            raise _refused(shown, f"cannot be opened ({error.strerror})", pointer) from error
+            what = f"cannot be opened ({error.strerror}); name a file or folder that may be read"
+            raise _refused(shown, what, pointer) from error
         raise
     try:
         return _taken(descriptor, real, root, shown, pointer)
@@ -152,15 +157,24 @@ def real_path(path: Path) -> Path | None:
         return None
 
 
+def _is_loop(real: Path) -> bool:
+    """Return whether a path without links that can be followed is a link still."""
+    try:
+        real.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
 def _taken(descriptor: int, real: Path, root: Path | None, shown: str, pointer: str) -> OpenFile | OpenFolder:
     facts = os.fstat(descriptor)
     if facts.st_dev in _pseudo_devices():
-        raise _refused(shown, "is no file of a disk, but of the system", pointer)
+        raise _refused(shown, "is not a file of a disk, but of the system; name a file or folder of a disk", pointer)
     if stat.S_ISDIR(facts.st_mode):
         os.close(descriptor)
         return OpenFolder(real, root, pointer)
     if not stat.S_ISREG(facts.st_mode):
-        raise _refused(shown, "is neither a file nor a folder", pointer)
+        raise _refused(shown, "is neither a file nor a folder; name one of them", pointer)
     return OpenFile(Path(shown).name, descriptor)
 
 
