@@ -4,9 +4,9 @@ Every layer of every analysis leaves one; fields of a stage that did not run are
 differ between two faithful runs (times, memory) stands apart in ``Observed``, outside digests.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from catalog.record import record
+from catalog.record import canonical_json, record
 
 Branch = Literal[
     "eigendecomposition",
@@ -22,6 +22,20 @@ Branch = Literal[
 
 WHOLE_MODEL = "(model)"
 """Name of the layer that a model is by itself, such as a bare ``nn.Linear``: its path in the model is empty."""
+TABLE_COLUMNS = ("kind", "ordinal", "layer", "module", "status", "reason", "parameter_count")
+"""The first columns of a table of layers; those of the metrics follow."""
+# beginnings of a cell that a spreadsheet would run as a formula, or read as a new cell
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def table_cell(value: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a value as a cell of a table; an apostrophe goes before text that begins like a formula."""
+    if isinstance(value, (list, tuple, dict)):
+        value = canonical_json(value)
+    if isinstance(value, str):
+        text = value.replace("\0", "")
+        return f"'{text}" if text.startswith(_FORMULA) else text
+    return value
 
 
 @record

@@ -70,7 +70,6 @@ def export(
         if without or likelihood or outputs or settings:
             fail(USAGE, [f"--to {to} writes results, and the other options are of factors; leave them out"])
         track(source, to, target, url)
-        result_console().print(f"{to} in {target}", soft_wrap=True)
         return
     output = Path(target)
     options = {"format": to, "without": without or [], "likelihood": likelihood, "outputs": outputs}

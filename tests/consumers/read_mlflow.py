@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,12 @@ def main() -> None:
     assert [row["layer"] for row in rows] == [
         row["layer"] for row in json.loads((RUN / "results.json").read_text())["layers"]
     ]
+    stopped = folder.with_name("stopped")
+    shutil.copytree(RUN, stopped)
+    (stopped / "job.json").write_text(json.dumps(job | {"state": "cancelled"}))
+    exported("mlflow", folder, stopped, code=5)
+    last = tracker.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
+    assert (last.info.status, last.data.tags["kronoscope.state"]) == ("KILLED", "cancelled")
     refused = subprocess.run(
         [sys.executable, "-P", "-m", "kronoscope.cli.main", "export", str(RUN), "--to", "mlflow", "-o", "ftp://nowhere/x"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, check=False,

@@ -53,6 +53,10 @@ def main() -> None:
     manifest = {each.path for record in found for each in record.request.log_artifact.artifact.manifest.contents}
     manifest |= {each.path for record in found for each in record.artifact.manifest.contents}
     assert "layers.csv" in manifest, manifest
+    assert found[-1].HasField("exit")
+    # as on a disk that is full
+    said = exported("wandb", folder.with_name("cut"), code=4, limit="16")
+    assert "ends before the run does" in said, said
     print(f"  {len(wanted)} metrics at their layers")
 
 

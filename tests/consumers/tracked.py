@@ -9,12 +9,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "tests" / "kronoscope" / "stored_run"
 
 
-def exported(to: str, folder: Path) -> None:
-    """Export the run as its user does."""
-    command = [sys.executable, "-P", "-m", "kronoscope.cli.main", "export", str(RUN), "--to", to, "-o", str(folder)]
+def exported(to: str, folder: Path, run: Path = RUN, code: int = 0, limit: str = "unlimited") -> str:
+    """Export the run as its user does, with files of at most so many KiB; returns what is said of faults."""
+    command = [sys.executable, "-P", "-m", "kronoscope.cli.main", "export", str(run), "--to", to, "-o", str(folder)]
     environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder.parent), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    limited = ["/bin/sh", "-c", f"trap '' XFSZ; ulimit -f {limit}; exec \"$@\"", "sh", *command]
+    done = subprocess.run(limited, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return " ".join(done.stderr.split())
 
 
 def metrics() -> dict[tuple[str, int], float]:
