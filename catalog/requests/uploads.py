@@ -1,6 +1,7 @@
 """Uploads: the files of a model, or a file of data, as they are declared and as far as they have come."""
 
 import re
+from collections.abc import Mapping
 from typing import Literal
 
 from catalog.record import FieldError, record
@@ -21,6 +22,10 @@ RUN_TYPES = {".json": "application/json", ".jsonl": "application/jsonl", ".csv":
 """Media types of the artifacts of a run that may be imported."""
 _RUN_FILES = ("job.json", "results.json")
 UploadKind = Literal["model", "data", "run"]
+_TAKEN: Mapping[UploadKind, tuple[str, ...]] = {
+    "model": (*_MODEL_FILES, "*.safetensors"), "data": _DATA_SUFFIXES, "run": (*_RUN_FILES, *RUN_TYPES),
+}  # fmt: skip
+_SUFFIXES: Mapping[UploadKind, tuple[str, ...]] = {"model": (".safetensors",), "data": _DATA_SUFFIXES, "run": ()}
 
 
 @record
@@ -56,16 +61,10 @@ class UploadDocument:
         most = 1 if self.kind == "data" else _MOST_FILES
         if not 1 <= len(self.files) <= most:
             raise FieldError("files", f"lists {len(self.files):,} files; an upload of {self.kind} has 1 to {most}")
-        taken = ", ".join(
-            {"data": _DATA_SUFFIXES, "model": (*_MODEL_FILES, "*.safetensors"), "run": (*_RUN_FILES, *RUN_TYPES)}[
-                self.kind
-            ]
-        )
         names = [file.name for file in self.files]
         for name in names:
             if not is_read(self.kind, name):
-                remedy = "unpack archives, convert pickles to safetensors, leave other files out"
-                raise FieldError("files", f"lists {name[:80]!r}, which is not read: it takes {taken}; {remedy}")
+                raise FieldError("files", f"lists {name[:80]!r}, {_why_not_read(self.kind, name)}")
             if names.count(name) > 1:
                 raise FieldError("files", f"lists {name!r} twice; list each file once")
 
@@ -98,5 +97,24 @@ def is_read(kind: UploadKind, name: str) -> bool:
         parts = name.removeprefix(RUN_ARTIFACTS).split("/")
         is_artifact = name.startswith(RUN_ARTIFACTS) and len(parts) <= _MOST_DEEP and all(map(_NAME.fullmatch, parts))
         return name in _RUN_FILES or (is_artifact and len(name) <= _MOST_NAME and name.endswith((*RUN_TYPES,)))
-    suffixes = _DATA_SUFFIXES if kind == "data" else ".safetensors"
-    return (kind == "model" and name in _MODEL_FILES) or (bool(_NAME.fullmatch(name)) and name.endswith(suffixes))
+    is_plain = bool(_NAME.fullmatch(name)) and name.endswith(_SUFFIXES[kind])
+    return is_plain or (kind == "model" and name in _MODEL_FILES)
+
+
+def _why_not_read(kind: UploadKind, name: str) -> str:
+    if name.lower().endswith(_SUFFIXES[kind]):
+        taken = f"1 to {_MOST_NAME} of A-Z, a-z, 0-9, `_`, `.` and `-`, neither of the last two first"
+        return f"a name that is not taken; call it by {taken}, with the suffix in lower case"
+    remedy = "unpack archives, convert pickles to safetensors, leave other files out"
+    return f"which is not read: it takes {', '.join(_TAKEN[kind])}; {remedy}"
+
+
+def plain_name(name: str) -> str | None:
+    """Return the name under which a file of data is declared: its own, or one with its suffix; None if it is not read.
+
+    A service takes few characters in a name, and no loader needs more than the suffix.
+    """
+    suffix = next((each for each in _DATA_SUFFIXES if name.lower().endswith(each)), None)
+    if suffix is None or is_read("data", name):
+        return name if suffix else None
+    return f"data{suffix}"

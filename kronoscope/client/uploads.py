@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from catalog.requests.uploads import UploadKind, UploadView, is_read
+from catalog.requests.uploads import UploadKind, UploadView, is_read, plain_name
 from kronoscope.client.connection import Connection
 from kronoscope.client.errors import ClientError, ServiceUnreachable
 from kronoscope.client.responses import build
@@ -30,8 +30,8 @@ def send_upload(
 ) -> UploadView:
     """Send what the service has not got yet of a folder or file; `Client.upload` describes it."""
     kind = kind or ("model" if path.is_dir() else "data")
-    folder = path if path.is_dir() else path.parent
-    files = [_declaration(folder, name) for name in files_of(path, kind)]
+    places = files_of(path, kind)
+    files = [_declaration(name, place) for name, place in places.items()]
     if not files:
         raise ClientError(0, "Nothing to upload", f"{path} {NOTHING_READ}")
     sizes: dict[str, int] = {each["name"]: each["size_bytes"] for each in files}
@@ -49,7 +49,7 @@ def send_upload(
             if name is None:
                 answer = connection.call("POST", f"{address}:complete")
             else:
-                with (folder / name).open("rb") as file:
+                with places[name].open("rb") as file:
                     file.seek(received[name])
                     part = file.read(min(part_bytes, sizes[name] - received[name]))
                 span = f"bytes {received[name]}-{received[name] + len(part) - 1}/{sizes[name]}"
@@ -72,18 +72,22 @@ def send_upload(
     return upload
 
 
-def files_of(path: Path, kind: UploadKind) -> list[str]:
-    """Return the names of the files of a folder, or of a file, that the service reads; a model has a `config.json`."""
+def files_of(path: Path, kind: UploadKind) -> dict[str, Path]:
+    """Return the files of a folder, or the file, that the service reads, by the names under which they are declared.
+
+    A model has a `config.json`.
+    """
     if kind == "data":
-        return [path.name] if path.is_file() and is_read(kind, path.name) else []
+        name = plain_name(path.name) if path.is_file() else None
+        return {} if name is None else {name: path}
     depth = ("*", "*/*") if kind == "model" else ("*.json", "artifacts/**/*")
-    below = [each.relative_to(path).as_posix() for pattern in depth for each in path.glob(pattern) if each.is_file()]
-    names = sorted(name for name in below if is_read(kind, name))
-    return names if kind != "model" or "config.json" in names else []
+    below = sorted(each for pattern in depth for each in path.glob(pattern) if each.is_file())
+    files = {name: each for each in below if is_read(kind, name := each.relative_to(path).as_posix())}
+    return files if kind != "model" or "config.json" in files else {}
 
 
-def _declaration(folder: Path, name: str) -> dict[str, Any]:
-    with (folder / name).open("rb") as file:
+def _declaration(name: str, place: Path) -> dict[str, Any]:
+    with place.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"name": name, "size_bytes": file.tell(), "sha256": digest}
 

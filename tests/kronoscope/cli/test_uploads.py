@@ -11,8 +11,10 @@ import httpx
 import pytest
 from safetensors.torch import save_file
 
+from catalog.requests.uploads import DeclaredFile, UploadDocument
 from catalog.responses.layer_record import LayerRecord
 from kronoscope.client import Client, ClientError
+from kronoscope.client.uploads import files_of
 from tests.kronoscope.cli.test_input_notices import JOB, Run
 from tests.kronoscope.cli.test_input_notices import model as model  # noqa: PLC0414 - a fixture
 from tests.kronoscope.cli.test_serve import home as home  # noqa: PLC0414 - a fixture
@@ -139,7 +141,9 @@ def test_queries_come_by_upload_too(folder: Path, kronoscope: Run, url: str) -> 
     assert done.returncode == 0, done.stderr
     ran = json.loads((folder / "asked" / "job.json").read_text())
     with Client(url) as client:
-        made = client.upload(folder / "asked.safetensors")
+        # a name that no service takes, of which the suffix is enough
+        made = client.upload((folder / "asked.safetensors").rename(folder / "my données.SAFETENSORS"))
+        assert [each.name for each in made.files] == ["data.safetensors"]
         named = document | {"influence": {"query": {"source": "upload", "id": made.id}}}
         job = client.submit(named)
         *_, ended = client.follow(job.id)
@@ -149,6 +153,24 @@ def test_queries_come_by_upload_too(folder: Path, kronoscope: Run, url: str) -> 
         assert found[name] == {each["name"]: each["sha256"] for each in ran["artifacts"]}[name]
         with pytest.raises(ClientError, match="is not a data upload of yours"):
             client.submit(document | {"influence": {"query": {"source": "upload", "id": "0" * 32}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "declared"),
+    [
+        ("pairs.csv", "pairs.csv"), ("a.b-c_d.txt", "a.b-c_d.txt"), ("my données.csv", "data.csv"),
+        ("DATA.CSV", "data.csv"), (".hidden.csv", "data.csv"), (".csv", "data.csv"), ("-x.jsonl", "data.jsonl"),
+        ("n" * 130 + ".Parquet", "data.parquet"), ("a.csv.gz", None), ("csv", None), ("a.CSV ", None),
+    ],
+)  # fmt: skip
+def test_a_file_of_data_is_declared_under_a_name_that_a_service_takes(
+    tmp_path: Path, name: str, declared: str | None
+) -> None:
+    place = tmp_path / name
+    place.write_bytes(b"x")
+    assert files_of(place, "data") == ({} if declared is None else {declared: place})
+    if declared is not None:
+        UploadDocument(kind="data", files=(DeclaredFile(name=declared, size_bytes=1, sha256="0" * 64),))
 
 
 @pytest.mark.parametrize("name", ["model.zip", "weights.bin", "notes.md", "absent.csv"])
