@@ -73,8 +73,7 @@ def end_run(job: JobView, rows: int) -> None:
         return
     at = "" if job.finished_at is None else f" at {job.finished_at[:19].replace('T', ' ')} UTC"
     kept = f"{rows:,} rows are kept" if rows else "no layer had been measured"
-    force = " --force" if rows else ""  # else the rows that it has left would be kept
-    again = f"`kronoscope run DOCUMENT -o {shlex.quote(job.id)}{force}` computes it again"
+    again = f"`kronoscope run DOCUMENT -o {shlex.quote(job.id)}` goes on with it"
     why = "by ctrl-C, a signal, or the end of the process that began it"
     fail(STOPPED, [f"the run was stopped before its end{at}, {why}; {kept}; {again}"])
 

@@ -154,6 +154,10 @@ def run(request: Mapping[str, Any], output: Path, stopper: Stopper, echo: Echo, 
 def _end(folder: OutputFolder, last: Last, echo: Echo) -> int:
     if isinstance(last, Failed) and last.category == "usage" and folder.original is not None:
         last = replace(last, message=last.message + name_inputs(folder.original.manifest))
+    if isinstance(last, Failed) and last.pointer == "/factors" and folder.pieces:
+        damage = f"what a piece of the job has stored is damaged: {last.message.partition('; collect')[0]}"
+        remedy = "run the document again, with --force where rows are left: all pieces are computed anew"
+        last = replace(last, message=f"{damage}; {remedy}", pointer=None)
     failure = last if isinstance(last, Failed) else None
     state = "succeeded" if isinstance(last, Finished) else "failed" if failure else "cancelled"
     try:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +28,7 @@ from catalog.frames import (
     Finished,
     Frame,
     LayerDone,
+    LogLine,
     Planned,
     Started,
     Summarised,
@@ -70,7 +72,7 @@ class OutputFolder:
         self.cache = RunCache(request, self.artifacts)
         self.echo = echo
         self.scratch = self.path / _SCRATCH
-        """Scratch folder; a run of the same document that was killed, or failed for no fault of the document, is
+        """Scratch folder; a run of the same document that was killed or stopped, or failed for no fault of it, is
         continued from its files, by its plan."""
         self.piece_folders = self.path / _PIECES
         """Folder in which the pieces of a divided job are computed."""
@@ -106,9 +108,10 @@ class OutputFolder:
 
     def _take_over(self, request: Mapping[str, Any], document: object) -> None:
         """Begin the record of this run, setting aside what an earlier run left."""
-        killed = self._killed_run(document)
-        self.plan: dict[str, Any] | None = None if killed is None else killed["plan"]
-        divided = {} if killed is None else {name: killed.get(name) or [] for name in ("pieces", "artifacts")}
+        begun = self._begun_run(document)
+        self.plan: dict[str, Any] | None = None if begun is None else begun["plan"]
+        divided = {} if begun is None else {name: begun.get(name) or [] for name in ("pieces", "artifacts")}
+        self._started, self._clock = datetime.now(UTC), time.monotonic()
         self._formatter = LogFormatter(document)
         self._rows: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
@@ -116,7 +119,7 @@ class OutputFolder:
             "format": _FORMAT,
             "document": document,
             "state": "running",
-            "started_at": _now(),
+            "started_at": self._started.isoformat(),
             "finished_at": None,
             "seconds": None,
             "environment": None,
@@ -131,6 +134,9 @@ class OutputFolder:
         self._write("job.json", self._job)
         self.artifacts.mkdir(exist_ok=True)
         self._log: IO[bytes] = (self.path / "log.jsonl").open("ab", buffering=0)
+        if begun is not None:
+            said = f"{self._named} holds a run of this document that did not end, which goes on"
+            self.echo(LogLine(level="warning", message=f"{said}; to begin anew give another folder"))
 
     def take(self, frame: Frame, answer: Callable[[CacheAnswer], None]) -> None:
         """Write one frame of the job's own attempts, and echo it with what is to be said of it."""
@@ -188,8 +194,9 @@ class OutputFolder:
     def end(self, state: str, failure: Failed | None) -> None:
         """Write the results, then the last state: in this order, so that `succeeded` promises them.
 
-        A run that was refused or stopped before its first row gives back what it found. Of one that failed otherwise,
-        whose computing process was killed for instance, the checkpoints stay: the next run of its document goes on.
+        A run that was refused or stopped before its first row gives back the rows that it found. Of one that was
+        stopped otherwise, or whose computing process was killed for instance, checkpoints and pieces stay: the next run
+        of its document goes on.
         """
         try:
             self._end(state, failure)
@@ -198,8 +205,12 @@ class OutputFolder:
 
     def _end(self, state: str, failure: Failed | None) -> None:
         self._log.close()
+        self._job["state"] = state
+        if failure is not None:
+            self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
+        goes_on = self.plan is not None and _goes_on(self._job)
         refused = failure.category == "usage" if failure is not None else state == "cancelled"
-        if refused and not self._rows and (self.path / _EARLIER).exists():
+        if refused and not self._rows and (self.path / _EARLIER).exists() and (self._holds_rows() or not goes_on):
             self._give_back()
             return
         # layers arrive by size
@@ -207,14 +218,10 @@ class OutputFolder:
         rows = sorted(self._rows, key=lambda row: (kinds.index(row["kind"]), row["ordinal"]))
         self._write("results.json", {"summary": self._summary, "layers": rows})
         self._job["summary_sha256"] = hashlib.sha256(canonical_json(self._summary).encode()).hexdigest()
-        started = datetime.fromisoformat(self._job["started_at"])
-        self._job["state"] = state
-        self._job["finished_at"] = _now()
-        self._job["seconds"] = (datetime.now(UTC) - started).total_seconds()
-        if failure is not None:
-            self._job["failure"] = {name: value for name, value in plain(failure).items() if name != "frame"}
+        # a clock that is set back meanwhile ends no run before its start
+        self._job["finished_at"] = max(datetime.now(UTC), self._started).isoformat()
+        self._job["seconds"] = time.monotonic() - self._clock
         self._write("job.json", self._job)
-        goes_on = failure is not None and not refused and self.plan is not None
         for name in (_EARLIER,) if goes_on else (_SCRATCH, _EARLIER, _PIECES):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
@@ -225,16 +232,12 @@ class OutputFolder:
             others = [each for each in self._job["artifacts"] if not each["name"].startswith(f"{_BASES}/")]
             self._job["artifacts"] = others
 
-    def _killed_run(self, document: object) -> dict[str, Any] | None:
-        """Return the record of a run of the same document that was planned, and killed or failed before its end."""
+    def _begun_run(self, document: object) -> dict[str, Any] | None:
+        """Return the record of a run of the same document that was planned, and ended before it was done."""
         found = self._earlier_run()
-        if found is None or found.get("document") != document:
+        if found is None or found.get("document") != document or not isinstance(found.get("plan"), dict):
             return None
-        failure = found.get("failure")
-        failed = found.get("state") == "failed" and isinstance(failure, dict) and failure.get("category") != "usage"
-        if found.get("state") != "running" and not failed:
-            return None
-        return found if isinstance(found.get("plan"), dict) else None
+        return found if _goes_on(found) else None
 
     def _set_aside(self, *, replace: bool) -> None:
         left = [name for name in _OURS if (self.path / name).exists()]
@@ -249,7 +252,7 @@ class OutputFolder:
                 f"the output folder {self.path} holds the results of an earlier run; give another folder, or --force"
             )
         if self.plan is not None or earlier.exists():
-            # what a killed run left is not worth more than what was set aside for it
+            # what a run that did not end left is not worth more than what was set aside for it
             kept = ["artifacts"] if self.pieces else []
             others = [] if self.plan is not None else [_SCRATCH, _PIECES]
             self._remove([*(name for name in left if name not in kept), *others])
@@ -309,8 +312,12 @@ def _log_record(frame: LayerDone) -> dict[str, Any]:
     }
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat()
+def _goes_on(job: Mapping[str, Any]) -> bool:
+    """Return whether the next run goes on with one of this record: killed, stopped, or failed by no own fault."""
+    failure = job.get("failure")
+    if isinstance(failure, dict):
+        return failure.get("category") != "usage" or failure.get("code") == "deadline_exceeded"
+    return job.get("state") in ("running", "cancelled")
 
 
 def run_of(name: str, job: Mapping[str, Any], results: Mapping[str, Any]) -> Run:

@@ -102,9 +102,9 @@ def test_a_damaged_folder_is_refused_by_file_field_and_remedy(
     assert not (folder / "again").exists()
 
 
-def test_a_run_that_was_stopped_says_how_to_compute_it_again(folder: Path, ran: Path, kronoscope: Run) -> None:
+def test_a_run_that_was_stopped_says_how_to_go_on(folder: Path, ran: Path, kronoscope: Run) -> None:
     shutil.copytree(ran, folder / "out")
-    for rows, force in ((4, " --force"), (0, "")):
+    for rows in (4, 0):
         for name, field, value in (("job.json", "state", "cancelled"), ("results.json", "layers", [])):
             if name == "job.json" or not rows:
                 written = json.loads((folder / "out" / name).read_text()) | {field: value}
@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_says_how_to_compute_it_again(folder: Path, ran: 
         shown = kronoscope("results", "out")
         assert shown.returncode == 5
         assert "the run was stopped before its end at 20" in shown.stderr
-        assert f"`kronoscope run DOCUMENT -o out{force}` computes it again" in shown.stderr
+        assert "`kronoscope run DOCUMENT -o out` goes on with it" in shown.stderr
         assert "rerun" not in shown.stderr
 
 

@@ -54,6 +54,11 @@ if __name__ == "__main__":
         pieces = [{**places, "index": each, "begin": 10 * each, "end": 10 * each + 10} for each in range(count)]
         send("divided", round="collect", pieces=pieces)
         sys.exit(6)
+    if script.get("damaged"):
+        said = "layer `a`: `gradient_covariance` is not what is recorded; collect the factors again"
+        fault = {"category": "usage", "code": "broken_factors", "message": said, "pointer": "/factors"}
+        send("failed", **fault, layer="a", detail=None)
+        sys.exit(2)
     write("spectra/0.json", json.dumps([Path(each["path"]).name for each in assignment["pieces"]]))
     send("finished", model_sha256="m", data_sha256="all", examples=10 * count)
     sys.exit(0)

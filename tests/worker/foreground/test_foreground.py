@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ import pytest
 from catalog.analyses.reconstruction import ReconstructionSummary
 from catalog.frames import Failed, Finished, LayerDone, LogLine, Stopped, Summarised, decode, encode
 from tests.machine.template.program import FOREGROUND
+from worker.foreground import output_folder
+from worker.foreground.output_folder import OutputFolder
 from worker.process.log_lines import LogFormatter, closing_lines, layer_lines
 
 DOCUMENT = {"kind": "capacity", "stabilisation": {"damping": 0.25}}
@@ -56,6 +60,12 @@ def _close(process: Any) -> None:
 
 def frames_of(process: Any) -> Any:
     return [decode(line) for line in process.stdout]
+
+
+def assignment_of(process: Any) -> Any:
+    """What the child was given, of a run whose child says it."""
+    said = [frame.message for frame in frames_of(process) if isinstance(frame, LogLine) and frame.level == "info"]
+    return json.loads(said[0])
 
 
 def json_file(path: Any) -> Any:
@@ -397,7 +407,7 @@ def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_
 
     killed()
     process = foreground(["echo_assignment"], ["finish"])
-    told = json.loads(next(frame.message for frame in frames_of(process) if isinstance(frame, LogLine)))
+    told = assignment_of(process)
     assert told["plan"]["parts"] == [["a"], ["b"]]
     assert (told["scratch"], told["checkpoint_seconds"]) == (str(output / ".waiting"), 60)
     assert not (output / ".waiting").exists()
@@ -411,20 +421,25 @@ def test_a_killed_run_is_gone_on_with_and_any_other_is_not(foreground: Any, tmp_
     assert isinstance(frames_of(process)[-1], Finished)
 
 
-def test_a_run_whose_computing_process_was_killed_is_gone_on_with(foreground: Any, tmp_path: Any) -> None:
+def test_a_run_that_ended_by_no_fault_of_its_document_is_gone_on_with(foreground: Any, tmp_path: Any) -> None:
     output = tmp_path / "out"
     plan = ["plan", {"parts": [["a"], ["b"]]}]
 
     def told_to_the_next() -> Any:
-        process = foreground(["echo_assignment"], ["finish"])
-        told = next(frame.message for frame in frames_of(process) if isinstance(frame, LogLine))
-        return json.loads(told)["plan"]
+        return assignment_of(foreground(["echo_assignment"], ["finish"]))["plan"]
 
-    for end, goes_on in ((["kill_self"], True), (["fail", "fatal"], True), (["fail", "usage"], False)):
-        process = foreground(["work_in_scratch"], plan, ["layer", 0], end, request=REPLACING)
+    overdue = Failed(category="usage", code="deadline_exceeded", message="late", pointer=None, layer=None, detail=None)
+    for end, state, goes_on in (
+        (["kill_self"], "failed", True),
+        (["fail", "fatal"], "failed", True),
+        (["raw", encode(Stopped()).decode()], "cancelled", True),
+        (["raw", encode(overdue).decode()], "failed", True),
+        (["fail", "usage"], "failed", False),
+    ):
+        process = foreground(["work_in_scratch"], plan, ["layer", 0], end, ["exit", 5], request=REPLACING)
         frames_of(process)
         process.wait(240)
-        assert json_file(output / "job.json")["state"] == "failed"
+        assert json_file(output / "job.json")["state"] == state
         assert (output / ".waiting" / "sums").exists() == goes_on
         if not goes_on:
             # its rows are results, which another run does not replace
@@ -433,6 +448,16 @@ def test_a_run_whose_computing_process_was_killed_is_gone_on_with(foreground: An
         assert told_to_the_next() == {"parts": [["a"], ["b"]]}
         assert json_file(output / "job.json")["state"] == "succeeded"
         assert not (output / ".waiting").exists()
+
+
+def test_a_clock_that_is_set_back_ends_no_run_before_its_start(tmp_path: Any, monkeypatch: Any) -> None:
+    folder = OutputFolder(tmp_path, {}, DOCUMENT, lambda _: None)
+    earlier = datetime.now(UTC) - timedelta(hours=2)
+    monkeypatch.setattr(output_folder, "datetime", SimpleNamespace(now=lambda _: earlier))
+    folder.end("succeeded", None)
+    job = json_file(tmp_path / "job.json")
+    assert 0 <= job["seconds"] < 3600
+    assert job["finished_at"] >= job["started_at"]
 
 
 def test_a_run_ends_at_its_deadline(foreground: Any, tmp_path: Any) -> None:

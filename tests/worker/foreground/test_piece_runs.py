@@ -96,15 +96,40 @@ def test_pieces_run_in_order_and_leave_an_ordinary_folder(runs: Runs) -> None:
     assert sorted(path.name for path in runs.output.iterdir()) == ["artifacts", "job.json", "log.jsonl", "results.json"]
 
 
+def test_a_damaged_piece_is_no_fault_of_factors_that_the_document_does_not_name(runs: Runs) -> None:
+    last = ending(runs.start(damaged=True))[-1]
+    assert isinstance(last, Failed)
+    assert last.pointer is None
+    assert last.message == (
+        "what a piece of the job has stored is damaged: layer `a`: `gradient_covariance` is not what is recorded; "
+        "run the document again, with --force where rows are left: all pieces are computed anew"
+    )
+    assert not (runs.output / ".pieces").exists()
+    assert isinstance(ending(runs.start())[-1], Finished)
+
+
 @pytest.mark.real_programs
-def test_a_killed_run_goes_on_with_the_piece_under_way(runs: Runs, eventually: Any) -> None:
+@pytest.mark.parametrize("end", ["killed", "stopped", "stopped over a run without rows"])
+def test_a_run_that_did_not_end_goes_on_with_the_piece_under_way(runs: Runs, eventually: Any, end: str) -> None:
+    if end == "stopped over a run without rows":
+        assert isinstance(ending(runs.start({**DOCUMENT, "shards": 2}, count=2, fail=0))[-1], Failed)
+        runs.log.unlink()
     process = runs.start(wait=1)
     eventually(runs.here.exists)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert runs.job["state"] == "running"
+    if end == "killed":
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    else:
+        process.send_signal(signal.SIGTERM)
+        assert isinstance(ending(process)[-1], Stopped)
+        assert process.returncode == 5
+    # a run that is stopped begins no other piece
+    assert runs.order == [None, 0, 1]
+    assert runs.job["state"] == ("running" if end == "killed" else "cancelled")
     runs.go.touch()
-    assert isinstance(ending(runs.start(wait=1))[-1], Finished)
+    frames = ending(runs.start(wait=1))
+    assert isinstance(frames[-1], Finished)
+    assert any(isinstance(frame, LogLine) and "did not end, which goes on" in frame.message for frame in frames)
     # neither divided nor computed twice
     assert runs.order == [None, 0, 1, 1, 2, None]
     assert [each["plan"] for each in runs.told[1:]] == [{"micro_batch": 7}] * 5
@@ -132,14 +157,3 @@ def test_a_piece_that_fails_is_named(runs: Runs) -> None:
     assert (last.pointer, process.returncode) == ("/data", 2)
     assert runs.order == [None, 0, 1]
     assert runs.job["state"] == "failed"
-
-
-@pytest.mark.real_programs
-def test_a_run_that_is_stopped_begins_no_other_piece(runs: Runs, eventually: Any) -> None:
-    process = runs.start(wait=1)
-    eventually(runs.here.exists)
-    process.send_signal(signal.SIGTERM)
-    assert isinstance(ending(process)[-1], Stopped)
-    assert process.returncode == 5
-    assert runs.order == [None, 0, 1]
-    assert runs.job["state"] == "cancelled"
