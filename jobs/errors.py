@@ -115,7 +115,8 @@ class JobStillActive(UsageError):
     status, kind, title = 409, "job-still-active", "The job has not ended"
 
     def __init__(self, job_id: str, state: str) -> None:
-        super().__init__(f"job {job_id} is {state}; cancel it and wait until it has ended")
+        act = "" if state in ("cancelling", "still stopping") else "cancel it and "
+        super().__init__(f"job {job_id} is {state}; {act}wait until it has ended")
 
 
 class PieceRefused(UsageError):

@@ -1,6 +1,7 @@
 """The job filter: query parameters of a list of jobs, and the ledger's query for them."""
 
 import re
+import unicodedata
 from datetime import UTC, datetime
 from typing import Annotated, Literal, get_args
 
@@ -84,7 +85,7 @@ class JobFilter:
             state=next((each for each in STATES if each == self.state), None),
             kind=self.kind,
             labels=tuple((name, value) for name, _, value in (label.partition("=") for label in labels)),
-            name=self.name,
+            name=None if self.name is None else unicodedata.normalize("NFC", self.name),
             coverage=next((each for each in _COVERAGE if each == self.coverage), None),
             since=_moment("since", self.since),
             until=_moment("until", self.until),

@@ -1,6 +1,7 @@
 """The job document: the same in the CLI, in ``POST /v1/jobs`` and in the database."""
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -121,6 +122,8 @@ class JobDocument:
         require_series(self)
         require_ranks(self)
         _require_labels(self.labels)
+        if self.name is not None:  # as lists are searched: one letter has several spellings
+            object.__setattr__(self, "name", unicodedata.normalize("NFC", self.name))
         _require_name(self.name)
 
     def _require_inputs(self) -> None:
@@ -237,7 +240,7 @@ def _require_labels(labels: Mapping[str, str]) -> None:
         if not _LABEL_NAME.fullmatch(name) or len(text) > 256 or not text.isprintable():
             raise FieldError(
                 "labels",
-                f"holds {name[:63]!r}: {text[:40]!r}; take names of letters, digits and ._/- (at most 63) and "
+                f"holds {name[:63]!r}: {text[:40]!r}; take names of A-Z, a-z, 0-9 and ._/- (at most 63) and "
                 "printable values (at most 256)",
             )
 

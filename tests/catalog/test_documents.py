@@ -175,7 +175,8 @@ def test_every_analysis_has_its_block() -> None:
         ({"compare_curvature": {"k": [5, 1]}}, "/compare_curvature/k", "is [5, 1]; list each number once"),
         ({"compare_curvature": {"k": [5, 5]}}, "/compare_curvature/k", "is [5, 5]; list each number once"),
         ({"compare_curvature": {"k": []}}, "/compare_curvature/k", "is empty"),
-        ({"labels": {"<b>": "x"}}, "/labels", "take names of letters"),
+        ({"labels": {"<b>": "x"}}, "/labels", "take names of A-Z, a-z, 0-9 and ._/-"),
+        ({"labels": {"é": "x"}}, "/labels", "take names of A-Z, a-z, 0-9 and ._/-"),
         ({"keep": ["everything"]}, "/keep/0", "is not a choice here"),
     ],
 )

@@ -168,6 +168,10 @@ def test_lists_are_filtered_by_name_age_and_the_end_of_an_id(ours: httpx.Client)
     assert found(name=name, since="2999-01-01T00:00+01:00") == []
     unescaped = ours.get(f"/v1/jobs?limit=1&since=2026-01-01T00:00+01:00&name={name.replace(' ', '+')}")
     assert [job["id"] for job in unescaped.json()["items"]] == [made["id"]]
+    spelt = [f"{new_id()} caf{letter}" for letter in ("\u00e9", "e\u0301")]
+    ids = {submit(ours, name=each)["id"] for each in spelt}
+    for letter in ("\u00e9", "e\u0301"):
+        assert set(found(name=f" caf{letter}")) == ids
 
 
 def test_unknown_parameters_are_refused(ours: httpx.Client) -> None:

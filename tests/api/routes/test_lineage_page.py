@@ -90,7 +90,7 @@ def test_note_and_labels_are_edited_and_shown_as_text(page: Page, embedded: Embe
     own.get_by_label("Note").fill(f"first line\n{MARKUP}")
     own.get_by_label("Labels").fill("bad name!=x")
     own.get_by_role("button", name="Save").click()
-    expect(own.get_by_role("alert")).to_contain_text("take names of letters, digits")
+    expect(own.get_by_role("alert")).to_contain_text("take names of A-Z, a-z, 0-9")
     assert Axe().run(page).response["violations"] == []
     own.get_by_label("Labels").fill("project=a=b\n\nstage = baseline ")
     own.get_by_role("button", name="Save").click()

@@ -186,7 +186,7 @@ def test_another_tenants_job_is_not_annotated(ledger: Engine, stranger: str) -> 
         ({"note": "clear \x1b[2J"}, "/note", "control characters"),
         ({"note": "turn \u202e"}, "/note", "control characters"),
         ({"labels": {str(number): "x" for number in range(33)}}, "/labels", "at most 32"),
-        ({"labels": {"<b>": "x"}}, "/labels", "take names of letters"),
+        ({"labels": {"<b>": "x"}}, "/labels", "take names of A-Z"),
         ({"labels": {"a": "x" * 257}}, "/labels", "at most 256"),
         ({"labels": {"a": "\x1b[31m"}}, "/labels", "printable values"),
         ({"name": "other"}, "/name", ""),

@@ -240,7 +240,10 @@ def test_an_ended_job_is_deleted_with_its_rows_an_active_one_is_not(
     ledger: Engine, queued: Callable[..., str], held: Callable[..., Claim]
 ) -> None:
     kept, gone = held(), queued()
-    with pytest.raises(JobStillActive, match="running"):
+    with pytest.raises(JobStillActive, match="is running; cancel it and wait until"):
+        delete_job(ledger, LOCAL_TENANT, kept.job_id)
+    request_cancel(ledger, LOCAL_TENANT, kept.job_id)
+    with pytest.raises(JobStillActive, match="is cancelling; wait until"):
         delete_job(ledger, LOCAL_TENANT, kept.job_id)
     request_cancel(ledger, LOCAL_TENANT, gone)
     assert delete_job(ledger, LOCAL_TENANT, gone) == ()
