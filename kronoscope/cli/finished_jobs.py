@@ -1,10 +1,16 @@
 """Finished jobs in other hands: what a run or a job has left, imported, exported, computed again, and compared."""
 
+import contextlib
+import fcntl
+import os
+import re
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -12,9 +18,10 @@ from rich.text import Text
 
 from catalog import ANALYSES
 from catalog.analyses.export import EXPORT, EXPORT_FILES
+from catalog.frames import Failed
 from catalog.record import plain
 from catalog.responses.comparison import MOST_JOBS, ComparedMetric, ComparisonView, compare
-from catalog.responses.views import JobView, ResultsView
+from catalog.responses.views import FailureView, JobView, ResultsView
 from kronoscope.cli.documents import change_document
 from kronoscope.cli.exit_codes import FATAL, INTERNAL, USAGE, end_as, fail
 from kronoscope.cli.job_source import find_job, is_folder
@@ -38,6 +45,8 @@ def import_run(folder: Annotated[Path, typer.Argument(metavar="FOLDER", parser=r
 
 
 _EXPORTED = (*EXPORT_FILES, *TRACKERS)
+_FOLDER = ".part-export-"
+_Failure = TypeVar("_Failure", Failed, FailureView)
 
 
 def export(
@@ -79,7 +88,7 @@ def export(
     try:
         _require_place(output, unpacked=unpacked)
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".part-") as folder:
+        with _folder_beside(output) as folder:
             factors = {"path": str(Path(source).absolute())}
             if not here:
                 with Client(url) as client:
@@ -91,16 +100,52 @@ def export(
             if changed or not isinstance(own, dict) or own.get("format") != to:
                 said = "--set changes `kind`, `factors` or `export.format`; give another source, or another --to"
                 fail(USAGE, [said])
-            made = _export_here(wanted, name, Path(folder)) if here else _fetch(url, wanted, name, Path(folder))
+            made = _export_here(wanted, name, folder) if here else _fetch(url, wanted, name, folder)
             _place(made, output, unpacked=unpacked)
     except OSError as error:
         fail(USAGE, [f"--output {output}: {error.strerror or error}; name a file in a folder that you may write"])
     result_console().print(f"{to} in {output}", soft_wrap=True)
 
 
+@contextlib.contextmanager
+def _folder_beside(output: Path) -> Iterator[Path]:
+    """Make a folder beside the output for as long as it is filled; those of exports that were killed go."""
+    for left in output.parent.glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=_FOLDER) as made, contextlib.ExitStack() as held:
+        # a file system that keeps no locks keeps what was killed
+        with contextlib.suppress(OSError):
+            held.enter_context(_locked(Path(made)))
+        yield Path(made)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder; ``OSError`` if a process that lives has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _in_options(failure: _Failure) -> _Failure:
+    """Return a failure that names the command's options in the place of the fields of the export's document."""
+
+    def options(listed: re.Match[str]) -> str:
+        return " ".join(f"--without {name}" for name in listed[1].split(", "))
+
+    said = re.sub(r"export\.without: \[(.*?)\]", options, failure.message)
+    said = re.sub(r"`(?:export\.)?(without|likelihood|outputs)`", r"`--\1`", said)
+    return replace(failure, message=said, pointer=failure.pointer and failure.pointer.replace("/export/", "--"))
+
+
 def _export_here(wanted: dict[str, Any], name: str, folder: Path) -> Path:
     with display_for(message_console()) as display:
         outcome = run_job(run_request(wanted, None, offline=True), folder / "run", display)
+    outcome.failure = outcome.failure and _in_options(outcome.failure)
     require_success(outcome)
     return folder / "run" / "artifacts" / name
 
@@ -175,20 +220,26 @@ def _place(made: Path, output: Path, *, unpacked: bool) -> None:
 def _fetch(url: str | None, document: dict[str, Any], name: str, folder: Path) -> Path:
     """Submit a job, follow it to its end and download one of its files; end the command where the job ends badly."""
     with Client(url) as client:
-        results = _finish(client, client.submit(document))
+        results = _finish(client, client.submit(document), said=_in_options)
         artifact = next((each for each in results.artifacts if each.name == name), None)
         if artifact is None:
             fail(INTERNAL, [f"job {results.job.id} has left no {name}"])
         return client.download(results.job.id, artifact, folder)
 
 
-def _finish(client: Client, submitted: JobView, *, silent: bool = False) -> ResultsView:
-    """Follow a job to its end and return its results; end the command where the job ends badly."""
+def _finish(
+    client: Client,
+    submitted: JobView,
+    *,
+    silent: bool = False,
+    said: Callable[[FailureView], FailureView] = lambda failure: failure,
+) -> ResultsView:
+    """Follow a job to its end and return its results; end the command where the job ends badly, as it is ``said``."""
     with display_for(message_console(), silent=silent) as display:
         for job in client.follow(submitted.id):
             show_progress(job, display)
             if job.ended and job.state != "succeeded":
-                end_as(job)
+                end_as(replace(job, failure=job.failure and said(job.failure)))
     return client.results(submitted.id)
 
 

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -18,9 +19,11 @@ from safetensors.torch import load
 
 from catalog.analyses.capacity import CapacityMetrics, CapacitySummary
 from catalog.analyses.compare_curvature import CompareCurvatureMetrics, CompareCurvatureSummary
+from catalog.frames import Failed
 from catalog.responses.layer_record import LayerRecord
 from kronoscope import Client
 from kronoscope.cli.documents import read_document
+from kronoscope.cli.finished_jobs import _in_options
 from kronoscope.cli.serve import FactoryWrong, require_factories
 from kronoscope.client import ClientError
 from kronoscope.local import load_factors
@@ -400,10 +403,18 @@ def test_factors_go_to_another_tool_from_a_job_as_from_a_folder(
 
 def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, folder: Path) -> None:
     assert kronoscope("run", "job.yaml", "--output", "out", *settings(["keep=[factors]"])).returncode == 0
+    # what was killed has left one folder, and another export is at work in the other
+    for name in ("killed", "at-work"):
+        (folder / f".part-export-{name}").mkdir()
+    at_work = os.open(folder / ".part-export-at-work", os.O_RDONLY)
+    fcntl.flock(at_work, fcntl.LOCK_EX)
     for words, said in (
         (("--to", "onnx", "--output", "x"), "must be one of gptq, corda, laplace, kronfluence, mom2"),
         (("--to", "laplace", "--output", "x"), "`laplace` needs classification or regression"),
-        (("--to", "gptq", "--without", "absent", "--output", "x"), "the name of no layer"),
+        (
+            ("--to", "gptq", "--without", "absent", "--output", "x"),
+            "`--without` holds 'absent', which is the name of no",
+        ),
         (
             ("--to", "gptq", "--set", "stabilisation.kappa_max=null", "--output", "x"),
             "`stabilisation.kappa_max` is null",
@@ -418,4 +429,11 @@ def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, f
         assert done.returncode == 2, done.stderr
         assert said in done.stderr.replace("\n", " "), done.stderr
         assert not (folder / "x").exists()
+    assert [each.name for each in folder.glob(".part-*")] == [".part-export-at-work"]
+    os.close(at_work)
+    message = 'leave these out by name: `export.without: ["a", "b"]`; or give `export.outputs`'
+    failure = Failed(category="usage", code="c", message=message, pointer="/export/without", layer="a", detail=None)
+    said = _in_options(failure)
+    assert said.pointer == "--without"
+    assert said.message == 'leave these out by name: `--without "a" --without "b"`; or give `--outputs`'
     assert kronoscope("export", "nowhere/at-all", "--to", "gptq", "--output", "x").returncode == 2
