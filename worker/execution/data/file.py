@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,18 +37,12 @@ from worker.execution.data.texts.text_rows import (
     require_one_reading,
 )
 from worker.execution.files.open_files import OpenFile
-from worker.execution.files.safetensors_header import ELEMENT_BYTES, TensorEntry, read_header
+from worker.execution.files.safetensors_header import TensorEntry, read_header, read_rows
 from worker.execution.refusal import Refusal, is_storable, names, unique_keys
 
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
 _CHUNK_BYTES = 16 * 2**20
-_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32",
-    "F32": "float32", "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64",
-}  # fmt: skip
-"""Types of torch by their names in a file's header."""
 _MOST_FIELDS = 1_000
 _SUFFIXES = (".safetensors", ".jsonl", ".csv", ".parquet", ".txt")
 _IMAGES, _LABELS = "images", "labels"
@@ -147,7 +140,8 @@ def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> D
 
     def batches() -> Iterator[Chunk]:
         for start in range(0, rows, step):
-            part = {name: _read_rows(path, entry, start, min(start + step, rows)) for name, entry in entries.items()}
+            stop = min(start + step, rows)
+            part = {name: read_rows(path, entry, start, stop, _POINTER) for name, entry in entries.items()}
             given = part.pop(targets, None)
             if pixels is not None:
                 part[only] = scale_pixels(part[only], pixels)
@@ -156,20 +150,9 @@ def _tensor_file(path: OpenFile, source: FileOptions, request: DataRequest) -> D
     def labels() -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield _read_rows(path, entries[targets], start, stop), torch.arange(start, stop)
+            yield read_rows(path, entries[targets], start, stop, _POINTER), torch.arange(start, stop)
 
     return DataStream(batches=batches, examples=rows, labels=labels if targets in entries else None)
-
-
-def _read_rows(path: OpenFile, entry: TensorEntry, start: int, stop: int) -> Tensor:
-    """Read some rows of a tensor; the library would map the whole file, for which a job may have no room."""
-    shape = (stop - start, *entry.shape[1:])
-    row_bytes = ELEMENT_BYTES[entry.dtype] * math.prod(entry.shape[1:])
-    found = path.read_at(entry.begin + start * row_bytes, (stop - start) * row_bytes)
-    if len(found) < (stop - start) * row_bytes:
-        raise Refusal(f"{path.name} became shorter while it was read; give it once it is whole", pointer=_POINTER)
-    dtype: torch.dtype = getattr(torch, _DTYPES[entry.dtype])
-    return torch.frombuffer(found, dtype=dtype).reshape(shape)
 
 
 def _tensor_names(path: OpenFile, entries: Mapping[str, TensorEntry], request: DataRequest) -> tuple[str, str]:

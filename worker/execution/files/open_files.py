@@ -55,9 +55,11 @@ class OpenFile(os.PathLike[str]):
 
     def read_at(self, begin: int, count: int) -> bytearray:
         """Read bytes from a place, fewer where the file ends; none stay in memory, as those of a mapped file would."""
-        found = bytearray()
-        while len(found) < count and (part := os.pread(self._descriptor, count - len(found), begin + len(found))):
-            found += part
+        found, read = bytearray(count), 0
+        with memoryview(found) as view:
+            while read < count and (part := os.preadv(self._descriptor, [view[read:]], begin + read)):
+                read += part
+        del found[read:]
         return found
 
     @property

@@ -1,6 +1,8 @@
 """Image splits: read by class and index, never whole, and refused where files are not what they must be."""
 
 import json
+import math
+import os
 import re
 import tracemalloc
 from collections.abc import Callable
@@ -74,7 +76,8 @@ def test_no_file_is_read_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     read_at = OpenFile.read_at
 
     def counted(file: OpenFile, begin: int, count: int) -> bytearray:
-        asked.append(count // (3 * 6 * 4))
+        if count != 8 * 3 * PER_CLASS:  # the labels
+            asked.append(count // (3 * 6 * 4))
         return read_at(file, begin, count)
 
     monkeypatch.setattr(OpenFile, "read_at", counted)
@@ -244,12 +247,29 @@ def test_a_folder_outside_and_links_out_of_it_are_refused(folder: Path, tmp_path
 
 
 def test_labels_beyond_the_memory_are_refused_before_they_are_read(folder: Path) -> None:
-    needed = 12 * 8 * 3 * PER_CLASS
-    opened(folder, most_bytes=2**20)
+    needed = 12 * 8 * 3 * PER_CLASS + 6 * 3 * 6 * 4
+    opened(folder, most_bytes=needed)
     error = refused(folder, most_bytes=needed - 1)
     assert error.code == "budget_exceeded"
-    assert "train.safetensors has labels of 120 B" in str(error)
-    assert "give it more (`memory.host`)" in str(error)
+    assert "train.safetensors has labels of 120 B and images of 72 B each, of which one is held 6 times" in str(error)
+    assert "give it more (`memory.host`), or smaller images" in str(error)
+
+
+def test_an_image_beyond_the_memory_is_refused_and_the_rest_of_a_file_needs_none(tmp_path: Path) -> None:
+    """Sparse files of a few kB on the disk; the labels of one that no memory could map are read at their place."""
+    for place, split in enumerate(SPLITS):
+        shape = (2, 1, 2**18, 10 * 2**14)  # 40 GiB each
+        labels, size = torch.arange(2) + 10 * place, math.prod(shape)
+        header = {"images": entry("U8", [*shape], 0, size), "labels": entry("I64", [2], size, size + 16)}
+        headed(header)(tmp_path)
+        path = (tmp_path / "test.safetensors").rename(tmp_path / f"{split}.safetensors")
+        with path.open("r+b") as file:
+            file.seek(size, os.SEEK_END)
+            file.write(labels.numpy().tobytes())
+    error = refused(tmp_path, most_bytes=240 * 2**30)
+    assert error.code == "budget_exceeded"
+    assert "images of 40 GiB each, of which one is held 6 times, and 240 GiB of host memory are left" in str(error)
+    assert [each.labels for each in opened(tmp_path, shapes_only=True).splits.values()] == [[0, 1], [10, 11], [20, 21]]
 
 
 def test_more_classes_than_can_be_listed_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +286,7 @@ def test_many_images_take_no_more_than_is_asked_for(folder: Path) -> None:
         save_file({"images": images, "labels": numbers // 6}, folder / f"{split}.safetensors")
     tracemalloc.start()
     try:
-        data = opened(folder, most_bytes=12 * 8 * count)
+        data = opened(folder, most_bytes=12 * 8 * count + 6 * 3)
         held, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

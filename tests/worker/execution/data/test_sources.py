@@ -24,8 +24,9 @@ from catalog.requests.inputs import (
 from worker.execution.data import builtin, factory, file, huggingface, synthetic
 from worker.execution.data.stream import DataRequest
 from worker.execution.data.validation import validate_chunks
+from worker.execution.files import safetensors_header
 from worker.execution.files.open_files import OpenFile
-from worker.execution.files.safetensors_header import read_header
+from worker.execution.files.safetensors_header import read_header, read_rows
 from worker.execution.loaded_model import LoadedModel, Vocabulary
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.checkpoint import load
@@ -159,20 +160,20 @@ def test_tensors_of_a_file_pass_as_they_are(tmp_path: Path, request_for: Callabl
 def test_rows_are_those_that_the_library_reads(tmp_path: Path) -> None:
     """In every type, and in chunks."""
     bits = torch.randint(0, 2, (5, 2, 64), dtype=torch.uint8)
-    tensors = {name: bits.clone().view(getattr(torch, name)) for name in file._DTYPES.values()}
+    tensors = {name: bits.clone().view(getattr(torch, name)) for name in safetensors_header._DTYPES.values()}
     path = tmp_path / "data.safetensors"
     safetensors.torch.save_file(tensors, path)
     opened = OpenFile(path.name, os.open(path, os.O_RDONLY))
     with safetensors.safe_open(path, framework="pt") as library:
         for name, entry in read_header(opened, "/data/path").items():
             for start, stop in ((0, 5), (1, 3), (4, 5)):
-                rows, truth = file._read_rows(opened, entry, start, stop), library.get_slice(name)[start:stop]
+                rows, truth = read_rows(opened, entry, start, stop, "/data/path"), library.get_slice(name)[start:stop]
                 assert rows.dtype == truth.dtype
                 assert torch.equal(rows.view(torch.uint8), truth.contiguous().view(torch.uint8)), name
     last = max(read_header(opened, "/data/path").values(), key=lambda entry: entry.begin)
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(Refusal, match="became shorter"):
-        file._read_rows(opened, last, 0, 5)
+        read_rows(opened, last, 0, 5, "/data/path")
 
 
 def test_a_file_beyond_all_memory_is_read_by_its_rows(tmp_path: Path, request_for: Callable[..., DataRequest]) -> None:

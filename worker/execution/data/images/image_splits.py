@@ -7,7 +7,6 @@ class or an image that stands in two splits would make a test of what was traine
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from catalog.requests.data_sources import ImageSplits
 from engine.image_data import SPLITS, ImageData
 from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import OpenFile, OpenFolder
-from worker.execution.files.safetensors_header import TensorEntry, read_header
+from worker.execution.files.safetensors_header import TensorEntry, read_header, read_rows
 from worker.execution.loader_context import LoaderContext
 from worker.execution.refusal import Refusal, names
 
@@ -26,6 +25,8 @@ _MOST_CLASSES = 100_000
 _LABEL_BYTES = 12 * 8
 """Bytes for each label: itself, its place in the order of classes, and while the images of two splits are compared,
 their digests, sorted."""
+_IMAGE_COPIES = 6
+"""Bytes for each number of an image: it is read, joined with the others of an episode, and converted to float32."""
 
 
 class ImageFile:
@@ -93,7 +94,7 @@ class ImageFile:
 def load(source: ImageSplits, context: LoaderContext) -> ImageData:
     """Open the three files of a folder; every image is read once, for the digest.
 
-    It takes at most ``_LABEL_BYTES`` for each image, and some MiB of images.
+    It takes at most ``_LABEL_BYTES`` for each image, and ``_IMAGE_COPIES`` of one image or some MiB of images.
     """
     folder = context.open_path(source.path, _POINTER)
     if not isinstance(folder, OpenFolder):
@@ -129,16 +130,17 @@ def _open(folder: OpenFolder, split: str, context: LoaderContext) -> ImageFile:
         context.unused(f"{file.name}: {name}")
     if images.shape[0] != labels.shape[0]:
         raise _broken(file.name, f"holds {images.shape[0]:,} images and {labels.shape[0]:,} labels; give one for each")
-    if _LABEL_BYTES * labels.numbers > context.most_bytes:
+    image_bytes = images.numbers // images.shape[0]
+    if _LABEL_BYTES * labels.numbers + _IMAGE_COPIES * image_bytes > context.most_bytes:
         raise Refusal(
-            f"{file.name} has labels of {readable_bytes(8 * labels.numbers)}, and "
-            f"{readable_bytes(context.most_bytes)} of host memory are left to this job; give it more (`memory.host`)",
+            f"{file.name} has labels of {readable_bytes(8 * labels.numbers)} and images of "
+            f"{readable_bytes(image_bytes)} each, of which one is held {_IMAGE_COPIES} times, and "
+            f"{readable_bytes(context.most_bytes)} of host memory are left to this job; give it more (`memory.host`), "
+            "or smaller images",
             pointer=_POINTER,
             code="budget_exceeded",
         )
-    with safetensors.safe_open(file, framework="pt") as opened:
-        found: Tensor = opened.get_tensor("labels")
-    return ImageFile(file, found, images)
+    return ImageFile(file, read_rows(file, labels, 0, labels.numbers, _POINTER), images)
 
 
 def _entry(file: OpenFile, header: Mapping[str, TensorEntry], name: str, dtype: str, rank: int) -> TensorEntry:
@@ -177,7 +179,7 @@ def _digest(splits: Mapping[str, ImageFile], context: LoaderContext) -> str:
         prints = torch.empty(sum(images.sizes), dtype=torch.int64)
         place = 0
         for chunk in images.chunks():
-            digest.update(chunk.numpy().tobytes())
+            digest.update(chunk.flatten().numpy().data)
             prints[place : place + len(chunk)] = _prints(chunk)
             place += len(chunk)
             done += len(chunk)
