@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pynvml
@@ -25,6 +26,7 @@ import pynvml
 from catalog.cgroups import tightest_group
 from jobs.devices.registry import Device
 
+T = TypeVar("T")
 Provider = Callable[[], tuple[Device, ...]]
 
 _UUIDS = ("GPU-", "MIG-")
@@ -125,7 +127,7 @@ def gpus_given(visible: str | None) -> int:
         return 0 if none else _spoken_of(visible, len([*_NODES.glob("nvidia[0-9]*")]))
     try:
         numbers = range(pynvml.nvmlDeviceGetCount())
-        answering = len([*_chosen([_at(number) for number in numbers], visible)])
+        answering = len([*_chosen([_told(pynvml.nvmlDeviceGetHandleByIndex, each) for each in numbers], visible)])
         if answering:
             return answering
         failed = len([number for number in numbers if _failed(number)])
@@ -160,21 +162,20 @@ def nvidia_gpus(visible: str | None) -> tuple[Device, ...]:
     except pynvml.NVMLError:
         return ()  # no driver, or none that answers
     try:
-        gpus = [_at(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(read for handle in _chosen(gpus, visible) if (read := _read(handle)) is not None)
+        gpus = [_told(pynvml.nvmlDeviceGetHandleByIndex, each) for each in range(pynvml.nvmlDeviceGetCount())]
+        return tuple(read for handle in _chosen(gpus, visible) if (read := _told(_read, handle)) is not None)
     except pynvml.NVMLError:
         return ()
     finally:
         pynvml.nvmlShutdown()
 
 
-def _at(index: int) -> object | None:
-    """One that has failed keeps its number, and the others of the machine are well."""
+def _told(ask: Callable[..., T], *arguments: object) -> T | None:
+    """None of a device that does not answer: it keeps its number, and the others are offered all the same."""
     try:
-        handle: object = pynvml.nvmlDeviceGetHandleByIndex(index)
+        return ask(*arguments)
     except pynvml.NVMLError:
         return None
-    return handle
 
 
 def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
@@ -184,7 +185,7 @@ def _chosen(gpus: list[object | None], visible: str | None) -> Iterator[object]:
             yield from each
         return
     handles = [each for gpu, cut in zip(gpus, parts, strict=True) for each in (gpu, *cut)]
-    by_uuid = {None if each is None else _uuid(each): each for each in handles}
+    by_uuid = {None if each is None else _told(pynvml.nvmlDeviceGetUUID, each): each for each in handles}
     named = {uuid: each for uuid, each in by_uuid.items() if uuid is not None}
     for word in visible.split(","):
         name = word.strip()
@@ -207,35 +208,19 @@ def _parts(gpu: object) -> list[object]:
         count = pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)
     except pynvml.NVMLError:
         return [gpu]  # one that cannot be cut
-    found = []
-    for index in range(count):
-        try:
-            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
-        except pynvml.NVMLError:
-            continue  # no slice of that number
-    return found
+    slices = (_told(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, index) for index in range(count))
+    return [each for each in slices if each is not None]
 
 
-def _read(handle: object) -> Device | None:
-    """None of one that does not answer: no job is put there, and the others are offered all the same."""
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-        return Device(
-            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-            kind="cuda",
-            name=str(pynvml.nvmlDeviceGetName(handle)),
-            capacity_bytes=memory.total - memory.reserved,
-            used_bytes=memory.used,
-        )
-    except pynvml.NVMLError:
-        return None
-
-
-def _uuid(handle: object) -> str | None:
-    try:
-        return str(pynvml.nvmlDeviceGetUUID(handle))
-    except pynvml.NVMLError:
-        return None
+def _read(handle: object) -> Device:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    return Device(
+        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+        kind="cuda",
+        name=str(pynvml.nvmlDeviceGetName(handle)),
+        capacity_bytes=memory.total - memory.reserved,
+        used_bytes=memory.used,
+    )
 
 
 class DeviceHealth:

@@ -48,13 +48,6 @@ def _of_ledger(error: LedgerError) -> Refusal:
     return Refusal(error.status, error.kind, error.title, error.answer or str(error), errors=errors, headers=headers)
 
 
-def _of_http(error: HTTPException) -> Refusal:
-    kind, title, detail = _HTTP.get(
-        error.status_code, (f"http-{error.status_code}", "Refused", "the request was refused")
-    )
-    return Refusal(error.status_code, kind, title, detail, headers=error.headers)
-
-
 def _methods(request: Request) -> list[str]:
     """Return the methods that the request's address takes, over all of its routes."""
     methods: set[str] = set()
@@ -90,7 +83,9 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-        refusal = _of_http(error)
+        status = error.status_code
+        said = _HTTP.get(status, (f"http-{status}", "Refused", "the request was refused"))
+        refusal = Refusal(status, *said, headers=error.headers)
         if refusal.status == 405:
             refusal.headers = {"allow": ", ".join(_methods(request))}  # Starlette's names those of one route
         return refusal_response(refusal, request.scope)

@@ -11,7 +11,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -158,7 +158,8 @@ class SecurityMiddleware(HttpMiddleware):
 
 
 def _malformed(scope: Scope) -> Refusal | None:
-    if _has_control(scope["path"].encode("utf-8", "replace")) or b"%00" in scope["query_string"]:
+    controls = any(code < 0x20 or code == 0x7F for code in scope["path"].encode("utf-8", "replace"))
+    if controls or b"%00" in scope["query_string"]:
         return Refusal(400, "bad-request", "Bad request", "the address holds control characters; leave them out")
     if len(scope["headers"]) > _MOST_HEADERS:
         return Refusal(431, "header-too-large", "Header too large", "the header has more than 100 lines; send less")
@@ -177,10 +178,6 @@ def _malformed(scope: Scope) -> Refusal | None:
 def _name(host: str) -> str:
     """Return the host without its port; an IPv6 address is in brackets, and nothing but a port follows it."""
     return re.sub(r":\d{0,5}\Z", "", host)
-
-
-def _has_control(text: Iterable[int]) -> bool:
-    return any(code < 0x20 or code == 0x7F for code in text)
 
 
 class HeadMiddleware(HttpMiddleware):

@@ -76,19 +76,9 @@ _TAGS = {
 _ALWAYS = (400, 401, 403, 405, 422, 429, 500, 503)
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI entries of a route's own errors and of those that any route can answer, by status in order."""
-    return {status: _entry(status) for status in sorted({*_ALWAYS, *statuses})}
-
-
-def probe_error_responses() -> dict[int | str, dict[str, Any]]:
-    """Return the entries of errors for a route that needs no key."""
-    return {status: _entry(status) for status in (500, 503)}
-
-
-def scraper_error_responses() -> dict[int | str, dict[str, Any]]:
-    """Return the entries of errors for the route that needs the operator's token."""
-    return {status: _entry(status) for status in (401, 429, 500)}
+def error_responses(*statuses: int, key: bool = True) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of a route's own errors and of those of any route with a key, by status in order."""
+    return {status: _entry(status) for status in sorted({*(_ALWAYS if key else ()), *statuses})}
 
 
 def _entry(status: int) -> dict[str, Any]:

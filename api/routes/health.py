@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.problem_details import Fault, Refusal
 from api.requests.auth import open_to_all
-from api.requests.openapi import probe_error_responses
+from api.requests.openapi import error_responses
 from api.service import Service, ServiceOf
 from catalog.record import record
 from jobs.devices.registry import isolation_of_jobs
@@ -28,6 +28,7 @@ _BROKER_SECONDS = 1
 _KEPT_SECONDS = 1.0
 
 router = APIRouter(tags=["health"])
+_ERRORS = error_responses(500, 503, key=False)
 
 
 @record
@@ -51,14 +52,14 @@ class ReadyView:
     and in `sharing` whether workers take jobs of several tenants."""
 
 
-@router.get("/livez", operation_id="read_liveness", summary="Liveness", responses=probe_error_responses())
+@router.get("/livez", operation_id="read_liveness", summary="Liveness", responses=_ERRORS)
 @open_to_all
 async def live() -> LiveView:
     """Always 200 while the process answers."""
     return LiveView(status="alive")
 
 
-@router.get("/readyz", operation_id="read_readiness", summary="Readiness", responses=probe_error_responses())
+@router.get("/readyz", operation_id="read_readiness", summary="Readiness", responses=_ERRORS)
 @open_to_all
 async def ready(service: ServiceOf) -> ReadyView:
     """The state of the database, its schema and the free disk space, each within a second; without Redis `degraded`."""

@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from api.background.metrics_cache import LedgerReading
 from api.background.prometheus import LedgerMetrics
 from api.requests.auth import scraper_only
-from api.requests.openapi import scraper_error_responses
+from api.requests.openapi import error_responses
 from api.service import ServiceOf
 from api.settings import Settings
 
@@ -25,7 +25,7 @@ router = APIRouter(tags=["health"])
     response_class=Response,
     responses={
         200: {"description": "Text format 0.0.4", "content": {"text/plain": {"schema": {"type": "string"}}}},
-        **scraper_error_responses(),
+        **error_responses(401, 429, 500, key=False),
     },
 )
 @scraper_only

@@ -256,7 +256,8 @@ def _stream(service: Service, caller: Caller, job: Job, wanted: Format, chosen: 
     key = KeyInUse(service, caller.key)
     if wanted == _CSV:
         return _download(key, _table(service, job, chosen), "text/csv; charset=utf-8", f"{job.id}.layers.csv")
-    return _download(key, _lines(service, job, chosen, _layer_line), _LINES, f"{job.id}.layers.jsonl")
+    lines = _lines(service, job, chosen, lambda row: _one_line(plain(layer_view(row))))
+    return _download(key, lines, _LINES, f"{job.id}.layers.jsonl")
 
 
 def _download(key: KeyInUse, chunks: Iterator[str], media_type: str, name: str) -> StreamingResponse:
@@ -293,10 +294,6 @@ def _lines(service: Service, job: Job, chosen: Selection, line: Callable[[LayerR
 def _one_line(value: Any) -> str:  # noqa: ANN401
     """Return JSON on one line, with the line separators of Unicode escaped."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_SEPARATORS) + "\n"
-
-
-def _layer_line(row: LayerRow) -> str:
-    return _one_line(plain(layer_view(row)))
 
 
 def _log_line(row: LayerRow) -> str:

@@ -122,10 +122,9 @@ def failure_of(error: BaseException, callers: CallerCode | None = None) -> Faile
 
 def _frame_of(error: BaseException) -> Failed:
     match error:
-        case Refusal():
-            return _failed(error, error.category, error.code, error.message, pointer=error.pointer)
-        case EngineError():
-            return _failed(error, error.category, error.code, error.message, pointer=error.pointer, layer=error.layer)
+        case Refusal() | EngineError():
+            layer = error.layer if isinstance(error, EngineError) else None
+            return _failed(error, error.category, error.code, error.message, pointer=error.pointer, layer=layer)
         case DocumentRefused():
             return _refused(error)
         case FieldError():

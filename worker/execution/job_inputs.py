@@ -30,7 +30,7 @@ from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import ELEMENT_BYTES, read_header
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal
+from worker.execution.refusal import Refusal, no_room
 from worker.execution.resolve import resolve
 
 POINTER = "/natural_gradient/gradient/path"
@@ -99,12 +99,7 @@ def _read_tensors(
         )
     size = sum(entry.numbers * ELEMENT_BYTES[entry.dtype] for entry in header.values())
     if size > context.most_bytes:
-        raise Refusal(
-            f"{found.name} has {readable_bytes(size)} of tensors, and {readable_bytes(context.most_bytes)} of host "
-            "memory are left to this job; give it more (`memory.host`)",
-            pointer=pointer,
-            code="budget_exceeded",
-        )
+        raise no_room(f"{found.name} has {readable_bytes(size)} of tensors", context.most_bytes, pointer)
     with safe_open(found, framework="pt") as file:
         return {name: file.get_tensor(name) for name in header}
 

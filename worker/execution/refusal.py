@@ -1,6 +1,8 @@
 """A refusal of a job: who must act, which field is wrong, and the remedy."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
+
+from engine.memory.plan import readable_bytes
 
 Category = Literal["usage", "transient", "fatal"]
 
@@ -21,6 +23,12 @@ class Unavailable(Refusal):
     """Something outside did not answer; the same job may succeed later."""
 
     category: Category = "transient"
+
+
+def no_room(needed: str, most_bytes: int, pointer: str, remedy: str = "give it more (`memory.host`)") -> Refusal:
+    """Return the refusal of what takes more host memory than is left; ``needed`` says how much."""
+    left = f"{readable_bytes(most_bytes)} of host memory are left to this job"
+    return Refusal(f"{needed}, and {left}; {remedy}", pointer=pointer, code="budget_exceeded")
 
 
 def storable_text(text: str) -> str:
@@ -45,6 +53,11 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"two fields are called {names([name])}")
         found[name] = value
     return found
+
+
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, for ``parse_constant`` of JSON."""
+    raise ValueError(name)
 
 
 def names(found: list[str], most: int = 5) -> str:

@@ -45,7 +45,6 @@ _SCRATCH = ".waiting"
 _EARLIER = ".earlier"
 _PIECES = ".pieces"
 _BASES = "factors/bases"
-_CHUNK_BYTES = 2**20
 _PART = re.compile(r"[\w\-][\w.\-]{0,127}", re.ASCII)
 
 
@@ -291,12 +290,18 @@ class OutputFolder:
         return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
 
     def _write(self, name: str, value: Mapping[str, Any]) -> None:
-        temporary = self.path / f".{name}.{os.getpid()}"
-        with temporary.open("wb") as file:
-            file.write(json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / name)
+        text = json.dumps(plain(value), indent=2, allow_nan=False, ensure_ascii=False)
+        replace_whole(self.path / name, text.encode() + b"\n")
+
+
+def replace_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name, and let it take its place once it is on the disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def _log_record(frame: LayerDone) -> dict[str, Any]:
@@ -364,15 +369,13 @@ def require_artifact(root: Path, frame: ArtifactWritten) -> Path:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise ArtifactMismatch(f"artifact {frame.name} was announced and cannot be read: {error.strerror}") from error
-    digest = hashlib.sha256()
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size != frame.size_bytes:
             raise ArtifactMismatch(
                 f"artifact {frame.name} has {status.st_size:,} bytes where {frame.size_bytes:,} were announced"
             )
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != frame.sha256:
-        raise ArtifactMismatch(f"artifact {frame.name} has sha256 {digest.hexdigest()}, announced was {frame.sha256}")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != frame.sha256:
+        raise ArtifactMismatch(f"artifact {frame.name} has sha256 {digest}, announced was {frame.sha256}")
     return path

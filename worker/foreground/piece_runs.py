@@ -6,7 +6,6 @@ does not depend on what was free when its turn came.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +30,7 @@ from catalog.record_reader import read
 from catalog.requests.assignment import Assignment, FinishedPiece
 from catalog.requests.pieces import Piece, read_piece
 from worker.foreground.child_run import trouble
-from worker.foreground.output_folder import OutputFolder, require_artifact
+from worker.foreground.output_folder import OutputFolder, replace_whole, require_artifact
 from worker.process.attended_child import Last, Sink
 from worker.process.crash import BROKEN_CHILD, failure_frame
 
@@ -130,9 +129,4 @@ class PieceRuns:
         place = self._place(piece)
         digests = {"model_sha256": last.model_sha256, "data_sha256": last.data_sha256}
         record = FinishedPiece(piece=piece, job=place.name, path=place / "artifacts", examples=last.examples, **digests)
-        temporary = place / f".{_RECORD}"
-        with temporary.open("w") as file:
-            json.dump(plain(record), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(place / _RECORD)
+        replace_whole(place / _RECORD, json.dumps(plain(record)).encode())

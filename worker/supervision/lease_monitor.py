@@ -63,9 +63,8 @@ class LeaseWatch:
         self._child: Child | None = None
         self._stopped_at = math.inf
         self._kill_at = math.inf
-        self._silent_at = self._too_long_at = math.inf
+        self._due_at: dict[StopReason, float] = {"deadline": math.inf, "timeout": math.inf, "no_progress": math.inf}
         self._deadline_at = claim.deadline_at
-        self._deadline = math.inf
         self._settling = False
         self._ended = threading.Event()
         self._wakeup = threading.Event()
@@ -116,7 +115,7 @@ class LeaseWatch:
             self._child = child
             child.extend(self.held_until)
             self.progressed()
-            self._too_long_at = _from_now(self._settings.attempt_seconds)
+            self._due_at["timeout"] = _from_now(self._settings.attempt_seconds)
             if self.lost.is_set():
                 child.kill()
             elif self.reason is not None:
@@ -124,7 +123,7 @@ class LeaseWatch:
 
     def progressed(self) -> None:
         """The child has said something, or what it said has been written."""
-        self._silent_at = _from_now(self._settings.no_progress_seconds)
+        self._due_at["no_progress"] = _from_now(self._settings.no_progress_seconds)
 
     def stop(self, reason: StopReason) -> None:
         """Have the child stop at its next checkpoint, and kill it if it does not."""
@@ -190,20 +189,15 @@ class LeaseWatch:
     def _keep_time(self) -> None:
         while not self._ended.is_set() and not self.is_lost():
             now = time.monotonic()
-            if now >= self._deadline:
-                self._deadline = math.inf
-                self.stop("deadline")
-            if now >= self._too_long_at:
-                self._too_long_at = math.inf
-                self.stop("timeout")
-            if now >= self._silent_at:
-                self._silent_at = math.inf
-                self.stop("no_progress")
+            for reason, at in self._due_at.items():
+                if now >= at:
+                    self._due_at[reason] = math.inf
+                    self.stop(reason)
             if now >= self._kill_at and self._child is not None:
                 self._kill_at = math.inf
                 self._child.kill()
                 self._log.warning("killing", after_seconds=STOP_GRACE_SECONDS)
-            due = min(self._deadline, self._too_long_at, self._silent_at, self._kill_at) - time.monotonic()
+            due = min(*self._due_at.values(), self._kill_at) - time.monotonic()
             self._wakeup.wait(max(0.0, min(due, self._expires_in(), _LONGEST_WAIT_SECONDS)))
             self._wakeup.clear()
 
@@ -270,7 +264,7 @@ class LeaseWatch:
                 self._tell_deadline(job.deadline_at)
 
     def _tell_deadline(self, deadline_at: datetime | None) -> None:
-        self._deadline = self._read_deadline(deadline_at)
+        self._due_at["deadline"] = self._read_deadline(deadline_at)
         self._wakeup.set()
 
     def _read_deadline(self, deadline_at: datetime | None) -> float:

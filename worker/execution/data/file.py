@@ -275,14 +275,14 @@ def _tagged_lines(path: OpenFile, source: FileOptions, request: DataRequest) -> 
 
 
 def _object(line: str, where: str, wanted: str) -> dict[str, Any]:
+    why = ""
     try:
         row = json.loads(line, object_pairs_hook=unique_keys)
+        if isinstance(row, dict):
+            return row
     except (ValueError, RecursionError) as error:
         why = f": {error}" if str(error).startswith("two fields") else ""
-        raise Refusal(f"{where} is no JSON object with {wanted}{why}", pointer=_POINTER, code="wrong_format") from error
-    if not isinstance(row, dict):
-        raise Refusal(f"{where} is no JSON object with {wanted}", pointer=_POINTER, code="wrong_format")
-    return row
+    raise Refusal(f"{where} is no JSON object with {wanted}{why}", pointer=_POINTER, code="wrong_format")
 
 
 def _chosen(

@@ -10,7 +10,7 @@ from engine.memory.plan import readable_bytes
 from engine.model.state.generators import fold_seed
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
-from worker.execution.refusal import Refusal
+from worker.execution.refusal import no_room
 
 _CHUNK_NUMBERS = 2**22
 _COPIES = 4
@@ -28,13 +28,9 @@ def load(source: SyntheticData, request: DataRequest) -> DataStream:
     row_bytes = (8 if source.vocabulary is not None else 4) * math.prod(shape) + 8 * math.prod(target_shape)
     held = _COPIES * row_bytes * min(source.examples, max(rows, request.batch_size))
     if held > request.context.most_bytes:
-        raise Refusal(
-            f"a batch takes {readable_bytes(held)} ({readable_bytes(row_bytes)} for each example), and "
-            f"{readable_bytes(request.context.most_bytes)} of host memory are left to this job; give a smaller `shape` "
-            "or `collection.batch_size`, or more memory (`memory.host`)",
-            pointer="/data/shape",
-            code="budget_exceeded",
-        )
+        taken = f"a batch takes {readable_bytes(held)} ({readable_bytes(row_bytes)} for each example)"
+        remedy = "give a smaller `shape` or `collection.batch_size`, or more memory (`memory.host`)"
+        raise no_room(taken, request.context.most_bytes, "/data/shape", remedy)
 
     def batches() -> Iterator[Chunk]:
         generator = torch.Generator().manual_seed(fold_seed(source.seed))

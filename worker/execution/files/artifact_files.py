@@ -24,7 +24,7 @@ from engine.memory.plan import readable_bytes
 from engine.tensor_file import MEDIA_TYPE, Files, Sink, tensor_file_parts
 from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
-from worker.execution.refusal import Refusal, storable_text
+from worker.execution.refusal import Refusal, no_room, storable_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
 Announce = Callable[[str, str, int, str], None]
@@ -166,12 +166,7 @@ class StoredFactors(ReadOnly, ArtifactFiles):
             raise FileNotFoundError(name)
         size = file.stat().st_size
         if size > self._most_bytes:
-            raise Refusal(
-                f"{file.name} has {readable_bytes(size)}, and {readable_bytes(self._most_bytes)} of host memory are "
-                "left to this job; give it more (`memory.host`)",
-                pointer=self._pointer,
-                code="budget_exceeded",
-            )
+            raise no_room(f"{file.name} has {readable_bytes(size)}", self._most_bytes, self._pointer)
         return file
 
 

@@ -19,7 +19,7 @@ from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import ReadableFile
 from worker.execution.files.safetensors_header import ELEMENT_BYTES, TensorEntry, read_header
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, names, no_room
 
 _TOLERANCES = {
     torch.float64: 1e-10,
@@ -56,12 +56,8 @@ class MatrixFile(ReadOnly):
         needed = square // 2 if symmetric else 7 * square // 2
         what = "a triangle" if symmetric else "rows and working copies"
         if needed > most_bytes:
-            raise Refusal(
-                f"`{self.name}` of {path.name} has {what} of {readable_bytes(needed)}, and "
-                f"{readable_bytes(most_bytes)} of host memory are left to this job; give it more (`memory.host`)",
-                pointer="/factors/path",
-                code="budget_exceeded",
-            )
+            taken = f"`{self.name}` of {path.name} has {what} of {readable_bytes(needed)}"
+            raise no_room(taken, most_bytes, "/factors/path")
         with safe_open(path, framework="pt") as file:
             matrix: Tensor = file.get_tensor(self.name)
         size = matrix.shape[0]

@@ -8,13 +8,13 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from worker.execution.files.open_files import OpenFile, ReadableFile
-from worker.execution.refusal import Refusal, is_storable
+from worker.execution.refusal import Refusal, is_storable, no_constant, unique_keys
 
 MAX_HEADER_BYTES = 8 * 2**20
 MAX_TENSORS = 20_000
@@ -74,7 +74,7 @@ def read_header(path: ReadableFile, pointer: str) -> dict[str, TensorEntry]:
         raw = file.read(length)
     try:
         # decoded here: from bytes json would guess UTF-16 and UTF-32 too
-        header = json.loads(raw.decode(), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        header = json.loads(raw.decode(), object_pairs_hook=unique_keys, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise _broken(path, "has a header that is not JSON in UTF-8, or names a tensor twice", pointer) from error
     if not isinstance(header, dict):
@@ -157,17 +157,6 @@ def _is_texts(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     return all(isinstance(text, str) and is_storable(text) for pair in value.items() for text in pair)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
-    return found
 
 
 def _broken(path: ReadableFile, what: str, pointer: str) -> Refusal:

@@ -30,7 +30,7 @@ from worker.execution.models.converted_tensors import convert
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
 from worker.execution.models.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from worker.execution.models.unsaved_state import unsaved_numbers
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, names, no_room
 
 _MAX_TOKENIZER_BYTES = 64 * 2**20
 _NUMBER_BYTES = 4
@@ -181,7 +181,7 @@ def _described(
 
     def excess(numbers: int) -> Refusal:
         least = numbers * _NUMBER_BYTES
-        return _no_room(least, context, pointer) if least > context.most_bytes else _other_model(found, pointer)
+        return _too_large(least, context, pointer) if least > context.most_bytes else _other_model(found, pointer)
 
     most = min(found.numbers, context.most_bytes // _NUMBER_BYTES) * _MOST_TIED
     with bounded(pointer, most, excess), torch.device("meta"):
@@ -189,7 +189,7 @@ def _described(
     distinct = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     needed = sum(each.numel() * max(_NUMBER_BYTES, each.element_size()) for each in distinct.values())
     if needed > context.most_bytes:
-        raise _no_room(needed, context, pointer)
+        raise _too_large(needed, context, pointer)
     own = sum(each.numel() for each in model.parameters()) - unsaved_numbers(model)
     if own > found.numbers * _SLACK + _head_numbers(model):
         raise _other_model(found, pointer)
@@ -214,14 +214,9 @@ def _other_model(found: CheckpointFiles, pointer: str) -> Refusal:
     )
 
 
-def _no_room(needed: int, context: LoaderContext, pointer: str) -> Refusal:
-    return Refusal(
-        f"config.json describes a model of {readable_bytes(needed)} or more in float32, and "
-        f"{readable_bytes(context.most_bytes)} of host memory are left to this job; take a smaller model, or "
-        "give the job more (`memory.host`)",
-        pointer=pointer,
-        code="budget_exceeded",
-    )
+def _too_large(needed: int, context: LoaderContext, pointer: str) -> Refusal:
+    taken = f"config.json describes a model of {readable_bytes(needed)} or more in float32"
+    return no_room(taken, context.most_bytes, pointer, "take a smaller model, or give the job more (`memory.host`)")
 
 
 def _build(architecture: Architecture, task: Task, pointer: str) -> nn.Module:

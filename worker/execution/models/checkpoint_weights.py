@@ -75,9 +75,16 @@ class CheckpointFiles:
         return sum(entry.numbers for entry in self.entries.values())
 
 
-def conversion(pattern: str, target: str) -> str:
-    """Return the line that converts a format that may hold code, where it is read without running any."""
+def remedy_without(target: str, folder: OpenFolder, what: str, pattern: str, library: str = "") -> str:
+    """Return how to save what a folder has no safetensors of: by itself, or from a format that may hold code.
+
+    The line that converts such a format reads it without running any.
+    """
+    others = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if not others:
+        return f"save the {what} with `save_pretrained`{library}"
     return (
+        f"{names(others)} may hold code, and is never read: save the {what} as safetensors, "
         "as this line does in its folder: "
         'python -c "import glob, torch, safetensors.torch as s; '
         f"d = {{}}; [d.update(torch.load(f, 'cpu', weights_only=True)) for f in sorted(glob.glob('{pattern}'))]; "
@@ -139,13 +146,7 @@ def _without_weights(folder: OpenFolder) -> str:
             f"the folder has {names(found)} and no model.safetensors; if a file holds the whole model, rename it to "
             "model.safetensors, else save the model with `save_pretrained`"
         )
-    others = [name for name in there if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    remedy = (
-        f"{names(others)} may hold code, and is never read: save the model as safetensors, "
-        f"{conversion('pytorch_model*.bin', 'model.safetensors')}"
-        if others
-        else "save the model with `save_pretrained`"
-    )
+    remedy = remedy_without("model.safetensors", folder, "model", "pytorch_model*.bin")
     return f"the folder has no model.safetensors; {remedy}"
 
 

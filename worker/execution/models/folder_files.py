@@ -6,14 +6,14 @@ to be used (pooling, preprocessing of images, more weights than the index names)
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from catalog.requests.inputs import Task
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names, unique_keys
+from worker.execution.refusal import Refusal, names, no_constant, unique_keys
 
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors",
              "pytorch_lora_weights.safetensors", "adapter.safetensors")  # fmt: skip
@@ -136,6 +136,19 @@ def _other_pooling(file: OpenFile | None) -> str | None:
     if value.get("pooling_mode") not in (None, "mean"):
         return f"`pooling_mode: {str(value['pooling_mode'])[:40]}`"
     return None if chosen in ([], [f"{_POOLING}mean_tokens"]) else f"the pooling {names(chosen)}"
+
+
+def read_settings(file: OpenFile, most_bytes: int, refuse: Callable[[str], NoReturn]) -> dict[str, Any]:
+    """Return the one JSON object of a file of settings; ``refuse`` is told what is wrong with it."""
+    if file.stat().st_size > most_bytes:
+        refuse(f"has {file.stat().st_size:,} bytes; at most {most_bytes:,} are read")
+    try:
+        value = json.loads(file.read_bytes(), parse_constant=no_constant, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        refuse(str(error) if str(error).startswith("two fields") else "is not valid JSON (NaN and Infinity are not)")
+    if not isinstance(value, dict):
+        refuse("is not a JSON object")
+    return value
 
 
 def _read(file: OpenFile | None) -> Any:  # noqa: ANN401 - decoded from JSON

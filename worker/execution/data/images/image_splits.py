@@ -16,7 +16,7 @@ from engine.memory.plan import readable_bytes
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header, read_rows
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, names, no_room
 
 _POINTER = "/data/path"
 _CHUNK_BYTES = 16 * 2**20
@@ -132,14 +132,11 @@ def _open(folder: OpenFolder, split: str, context: LoaderContext) -> ImageFile:
         raise _broken(file.name, f"holds {images.shape[0]:,} images and {labels.shape[0]:,} labels; give one for each")
     image_bytes = images.numbers // images.shape[0]
     if _LABEL_BYTES * labels.numbers + _IMAGE_COPIES * image_bytes > context.most_bytes:
-        raise Refusal(
+        taken = (
             f"{file.name} has labels of {readable_bytes(8 * labels.numbers)} and images of "
-            f"{readable_bytes(image_bytes)} each, of which one is held {_IMAGE_COPIES} times, and "
-            f"{readable_bytes(context.most_bytes)} of host memory are left to this job; give it more (`memory.host`), "
-            "or smaller images",
-            pointer=_POINTER,
-            code="budget_exceeded",
+            f"{readable_bytes(image_bytes)} each, of which one is held {_IMAGE_COPIES} times"
         )
+        raise no_room(taken, context.most_bytes, _POINTER, "give it more (`memory.host`), or smaller images")
     return ImageFile(file, read_rows(file, labels, 0, labels.numbers, _POINTER), images)
 
 

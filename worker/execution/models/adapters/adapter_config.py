@@ -14,7 +14,6 @@ that is not known                               listed where it is off, else ref
 ==============================================  =======================================================
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -23,7 +22,8 @@ from typing import Any, Literal, NoReturn
 
 from worker.execution.files.open_files import OpenFile
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names, unique_keys
+from worker.execution.models.folder_files import read_settings
+from worker.execution.refusal import Refusal, names
 
 CONFIG = "adapter_config.json"
 POINTER = "/model/adapter"
@@ -93,7 +93,9 @@ class AdapterConfig:
 
 def read_adapter_config(file: OpenFile | None, sha256: str, context: LoaderContext) -> AdapterConfig:
     """Read the configuration of an adapter; ``sha256`` is the digest of its bytes."""
-    config = _read_json(file)
+    if file is None:
+        _refuse("is missing; an adapter's folder holds it and adapter_model.safetensors", "not_found")
+    config = read_settings(file, _MOST_BYTES, _refuse)
     kind = config.get("peft_type")
     if kind != "LORA":
         shown = repr(kind[:60]) if isinstance(kind, str) else "missing"
@@ -126,20 +128,6 @@ def read_adapter_config(file: OpenFile | None, sha256: str, context: LoaderConte
         base=_base(config),
         sha256=sha256,
     )
-
-
-def _read_json(file: OpenFile | None) -> dict[str, Any]:
-    if file is None:
-        _refuse("is missing; an adapter's folder holds it and adapter_model.safetensors", "not_found")
-    if file.stat().st_size > _MOST_BYTES:
-        _refuse(f"has {file.stat().st_size:,} bytes; at most {_MOST_BYTES:,} are read")
-    try:
-        value = json.loads(file.read_bytes(), parse_constant=_no_constant, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        _refuse(str(error) if str(error).startswith("two fields") else "is not valid JSON (NaN and Infinity are not)")
-    if not isinstance(value, dict):
-        _refuse("is not a JSON object")
-    return value
 
 
 def _ranks(config: Mapping[str, Any]) -> list[Any]:
@@ -226,10 +214,6 @@ def _alpha(name: str, value: Any) -> float:  # noqa: ANN401 - decoded from JSON
     if type(value) not in (int, float) or not -_MOST_ALPHA <= value <= _MOST_ALPHA:
         _refuse(f"`{name}` must be a number of at most {_MOST_ALPHA:,.0f} (got {repr(value)[:40]})")
     return float(value)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
 
 
 def _refuse(message: str, code: str = "invalid_config") -> NoReturn:

@@ -20,7 +20,7 @@ from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header
 from worker.execution.loader_context import LoaderContext
 from worker.execution.models.adapters.adapter_config import CONFIG, MAX_RANK, POINTER, AdapterConfig
-from worker.execution.models.checkpoint_weights import HEADS, bare_names, conversion, current_name
+from worker.execution.models.checkpoint_weights import HEADS, bare_names, current_name, remedy_without
 from worker.execution.refusal import Refusal, names
 
 WEIGHTS = "adapter_model.safetensors"
@@ -72,13 +72,7 @@ def find_tensors(folder: OpenFolder, config: AdapterConfig, context: LoaderConte
     """Find the tensors of an adapter, and check names, types and ranks before one is read."""
     file = folder.file(WEIGHTS)
     if file is None:
-        others = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-        remedy = (
-            f"{names(others)} may hold code, and is never read: save the adapter as safetensors, "
-            f"{conversion('adapter_model*.bin', WEIGHTS)}"
-            if others
-            else "save the adapter with `save_pretrained` of peft"
-        )
+        remedy = remedy_without(WEIGHTS, folder, "adapter", "adapter_model*.bin", " of peft")
         raise Refusal(f"the adapter's folder has no {WEIGHTS}; {remedy}", pointer=POINTER, code="not_found")
     entries = read_header(file, POINTER)
     sites: dict[str, Site] = {}

@@ -13,11 +13,11 @@ any other                                    refused: the model would be another
 ===========================================  ==========================================================
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -39,7 +39,8 @@ from worker.execution.models.architectures.config_fields import (
 )
 from worker.execution.models.architectures.head_fields import read_labels
 from worker.execution.models.architectures.model_types import ModelType, model_types, reason_unknown
-from worker.execution.refusal import Refusal, names, unique_keys
+from worker.execution.models.folder_files import read_settings
+from worker.execution.refusal import Refusal, names
 
 _HARMLESS = re.compile(
     r"""(_name_or_path|name_or_path|architectures|auto_map|transformers_version|torch_dtype|dtype|use_cache|torchscript
@@ -117,7 +118,6 @@ def _is_same(value: Any, own: Any) -> bool:  # noqa: ANN401 - decoded from JSON,
 _MAX_CONFIG_BYTES = 2**20
 _MAX_NESTING = 4
 """Objects and lists within each other, the whole file counted as one."""
-_NO_JSON = "is not valid JSON (NaN and Infinity are not)"
 _ATTENTION = re.compile(r"_?(attn|experts)_implementation\w*")
 _IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "paged",
                               "batched_mm", "grouped_mm")  # fmt: skip
@@ -357,14 +357,7 @@ def _require_divided(configuration: Any, kind: Any, pointer: str) -> None:  # no
 def _read_json(file: OpenFile | None, pointer: str) -> dict[str, Any]:
     if file is None:
         refuse("is missing; a checkpoint folder holds config.json and *.safetensors", pointer, code="not_found")
-    if file.stat().st_size > _MAX_CONFIG_BYTES:
-        refuse(f"has {file.stat().st_size:,} bytes; at most {_MAX_CONFIG_BYTES:,} are read", pointer)
-    try:
-        value = json.loads(file.read_bytes(), parse_constant=_no_constant, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        refuse(str(error) if str(error).startswith("two fields") else _NO_JSON, pointer)
-    if not isinstance(value, dict):
-        refuse("is not a JSON object", pointer)
+    value = read_settings(file, _MAX_CONFIG_BYTES, partial(refuse, pointer=pointer))
     if not _is_flat(value, _MAX_NESTING):
         refuse(f"has objects or lists more than {_MAX_NESTING} deep", pointer)
     return value
@@ -383,7 +376,3 @@ def _end_id(config: dict[str, Any], texts: Any) -> int | None:  # noqa: ANN401 -
     given = getattr(texts, "eos_token_id", None) if given is None else given
     first = given[0] if isinstance(given, list) and given else given
     return first if type(first) is int and 0 <= first < (getattr(texts, "vocab_size", None) or 0) else None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
