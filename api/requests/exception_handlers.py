@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from api.problem_details import Fault, Refusal, faults, invalid_parameter, invalid_parameters
 from api.requests.middleware import refusal_response, request_id
+from catalog.field_errors import complaints
 from jobs.errors import (
     DocumentRefused,
     FatalError,
@@ -64,11 +65,12 @@ def _of_validation(error: RequestValidationError) -> Refusal:
 
     Bodies are none of these: no route declares one, and `api.requests.body` reads them.
     """
+    said = complaints(({**each, "loc": each["loc"][1:]} for each in error.errors()), object)
     wrong = [
-        Fault(pointer=None, parameter=".".join(map(str, each["loc"][1:])), code=each["type"], message=each["msg"])
-        for each in error.errors()
+        Fault(pointer=None, parameter=each.pointer[1:].replace("/", "."), code=each.code, message=each.message)
+        for each in said
     ]
-    return invalid_parameters(wrong, "correct the parameters that `errors` names")
+    return invalid_parameters(wrong, "; ".join(f"`{each.parameter}` {each.message}" for each in wrong))
 
 
 def install(app: FastAPI) -> None:

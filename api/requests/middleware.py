@@ -41,7 +41,10 @@ SECURITY_HEADERS = {
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
 
-_SINGLE = ("authorization", "content-type", "content-encoding", "idempotency-key", "last-event-id", "range", "if-range")
+_SINGLE = (
+    "authorization", "content-type", "content-encoding", "content-range", "idempotency-key", "last-event-id", "range",
+    "if-range",
+)  # fmt: skip
 """Headers that may be sent once."""
 _MOST_HEADERS = 101
 """A hundred of the client's, and the one that the proxy adds."""

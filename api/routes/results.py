@@ -17,7 +17,8 @@ from api.requests.openapi import error_responses
 from api.requests.response_bodies import artifact_view, job_view, layer_view
 from api.service import Service, ServiceOf
 from catalog import ANALYSES
-from catalog.record import canonical_json, plain, record
+from catalog.record import plain, record
+from catalog.responses.layer_record import TABLE_COLUMNS, table_cell
 from catalog.responses.views import LayerListView, LayersLink, ResultsView
 from jobs.records import Artifact, Caller, Job, LayerPage, LayerRow
 from jobs.repository.results import (
@@ -72,9 +73,6 @@ Format = Literal["application/json", "text/csv", "application/jsonl"]
 _JSON: Format = "application/json"
 _CSV: Format = "text/csv"
 _LINES: Format = "application/jsonl"
-
-# beginnings of a cell that a spreadsheet would run as a formula, or read as a new cell
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 _LINE_SEPARATORS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -311,26 +309,15 @@ def _log_line(row: LayerRow) -> str:
 def _table(service: Service, job: Job, chosen: Selection) -> Iterator[str]:
     kinds = [each for each in ANALYSES if each in job.kinds and chosen.kind in (None, each)]
     metrics = list(dict.fromkeys(name for each in kinds for name in ANALYSES[each].metrics.__annotations__))
-    fixed = ["kind", "ordinal", "layer", "module", "status", "reason", "parameter_count"]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
-    writer.writerow([*fixed, *metrics, "seconds", "sha256"])
+    writer.writerow([*TABLE_COLUMNS, *metrics, "seconds", "sha256"])
     for rows in row_pages(service, job, chosen):
         for row in rows:
             view = layer_view(row)
-            values = [getattr(view, name) for name in fixed]
+            values = [getattr(view, name) for name in TABLE_COLUMNS]
             values += [(view.metrics or {}).get(name) for name in metrics]
-            writer.writerow([_cell(value) for value in (*values, row.observed.get("seconds"), row.sha256)])
+            writer.writerow([table_cell(value) for value in (*values, row.observed.get("seconds"), row.sha256)])
         yield buffer.getvalue()
         buffer.seek(0)
         buffer.truncate()
-
-
-def _cell(value: Any) -> Any:  # noqa: ANN401
-    """Return a value as a cell; an apostrophe goes before text that begins like a formula."""
-    if isinstance(value, (list, tuple, dict)):
-        value = canonical_json(value)
-    if isinstance(value, str):
-        text = value.replace("\0", "")
-        return f"'{text}" if text.startswith(_FORMULA) else text
-    return value

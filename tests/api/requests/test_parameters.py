@@ -38,6 +38,33 @@ def test_a_parameter_of_one_value_that_is_given_twice_is_refused_by_name(
     assert ours.get("/v1/jobs").json()["items"] == before
 
 
+@pytest.mark.parametrize(
+    ("address", "name", "message"),
+    [
+        ("/v1/jobs?limit=abc", "limit", "must be a whole number, such as 20"),
+        ("/v1/jobs?limit=1e1", "limit", "must be a whole number, such as 20"),
+        ("/v1/jobs?limit=2.5", "limit", "must be a whole number, such as 20"),
+        (
+            f"/v1/jobs?limit={'9' * 5_000}",
+            "limit",
+            "is a larger number than any that is taken here; take a smaller one",
+        ),
+        ("/v1/jobs/x?wait=soon", "wait", "must be a number, such as 0.5"),
+        ("/v1/jobs/x/artifacts/a?direct=maybe", "direct", "must be true or false"),
+        ("/v1/jobs:compare", "ids", "is missing; it must be given"),
+        ("/v1/jobs/x/exports/laplas", "format", "did you mean `laplace`?"),
+    ],
+)
+def test_a_parameter_of_another_type_is_refused_with_what_it_takes(
+    ours: httpx.Client, address: str, name: str, message: str
+) -> None:
+    answer = ours.get(address)
+    (fault,) = faults(answer)
+    assert fault["parameter"] == name
+    assert fault["message"].endswith(message)
+    assert answer.json()["detail"] == f"`{name}` {fault['message']}"
+
+
 def test_a_list_may_be_given_several_times(ours: httpx.Client) -> None:
     assert ours.get("/v1/jobs?label=a=1&label=b=2").status_code == 200
 
