@@ -62,7 +62,12 @@ def load_uploaded(source: UploadedData, request: DataRequest) -> DataStream:
     """Open the file that the parent has laid out."""
     folder = request.context.upload(request.block)
     (path,) = (file for file in map(folder.file, folder.names()) if file is not None)
-    return _open(path, path.suffix, source, request)
+    try:
+        return _open(path, path.suffix, source, request)
+    except Refusal as refused:
+        if refused.pointer == _POINTER:
+            refused.pointer = "/data/id"  # an upload has no path
+        raise
 
 
 def _open(path: OpenFile, suffix: str, source: FileOptions, request: DataRequest) -> DataStream:

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from catalog.record import FieldError
-from catalog.requests.data_sources import DataFile
+from catalog.requests.data_sources import DataFile, UploadedData
 from catalog.requests.inputs import DirectoryModel, HuggingFaceData, Task
 from worker.execution.data import builtin, file, huggingface
 from worker.execution.data.stream import DataRequest
@@ -60,6 +60,19 @@ def encoder(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedMod
 @pytest.fixture
 def reading(context: LoaderContext, encoder: LoadedModel) -> Callable[..., Read]:
     return lambda task="sequence_classification", loaded=encoder: Read(context, loaded, task)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", "no object"), ("a.csv", "a,b\n1,2\n"), ("a.txt", "")])
+def test_a_fault_of_an_upload_names_its_id(
+    reading: Callable[..., Read], tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / name).write_text(content)
+    request = reading(task="sentence_embedding" if name.endswith("txt") else "sequence_classification").request
+    sent = replace(request, context=replace(request.context, data_path=tmp_path / "sent"))
+    with pytest.raises(Refusal) as refused:
+        file.load_uploaded(UploadedData(source="upload", id="1"), sent)
+    assert refused.value.pointer == "/data/id"
 
 
 def lines(folder: Path, rows: list[dict[str, Any]]) -> Path:
