@@ -75,7 +75,7 @@ def read_class_targets(flat: Tensor, targets: Tensor, shape: torch.Size, task: T
     """
     if targets.shape == shape:
         return _probabilities(flat, targets.reshape(flat.shape), task, index)
-    if targets.shape != shape[:-1] or targets.is_floating_point() or targets.is_complex():
+    if targets.shape != shape[:-1] or targets.is_floating_point():
         raise _unusable(targets, shape)
     classes = targets.reshape(flat.shape[:2]).to(torch.int64)
     valid = classes != task.ignore_index
@@ -151,7 +151,7 @@ def require_labels(weights: tuple[float, ...] | None, field: str) -> None:
 
 
 def _probabilities(flat: Tensor, targets: Tensor, task: Task, index: Tensor) -> ClassTargets:
-    if targets.is_complex() or not sum_to_one(targets, -1):
+    if not sum_to_one(targets, -1):
         raise WrongShape(
             "targets with a number for each class must be probabilities of 0 or more that sum to 1 in each term (got "
             f"{_worst_term(targets, index)}); correct the targets (`targets / targets.sum(-1, keepdim=True)` where all "
@@ -168,9 +168,9 @@ def _probabilities(flat: Tensor, targets: Tensor, task: Task, index: Tensor) -> 
 
 def _worst_term(targets: Tensor, index: Tensor) -> str:
     """Return a clause on the first term (N, R, C) that is not of probabilities: its example, sum and least number."""
-    real = (targets.real if targets.is_complex() else targets).to(torch.float64)
-    sums, least = real.sum(-1), real.amin(-1)
-    wrong = ~((sums - 1).abs() <= _SUM) | ~(least >= 0) | targets.is_complex()
+    wide = targets.to(torch.float64)
+    sums, least = wide.sum(-1), wide.amin(-1)
+    wrong = ~((sums - 1).abs() <= _SUM) | ~(least >= 0)
     row, term = (int(place) for place in torch.nonzero(wrong)[0])
     of = f"term {term} of example" if sums.shape[1] > 1 else "example"
     total, lowest = float(sums[row, term]), float(least[row, term])
@@ -203,8 +203,6 @@ def _unusable(targets: Tensor, shape: torch.Size) -> WrongShape:
 
 def _of_numbers(targets: Tensor) -> str:
     """Return the remedy for targets with one number for each term that are not integers."""
-    if targets.is_complex():
-        return "give integers"
     if not bool(targets.isfinite().all()):
         return "these hold NaN or Inf: correct or leave out those examples, and give integers"
     broken = targets[targets != targets.round()]

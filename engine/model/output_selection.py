@@ -24,8 +24,23 @@ def output_of(returned: Any, task: Task, usual: str) -> Tensor:  # noqa: ANN401 
         usual: The usual name of such an output, as in Hugging Face's models.
 
     Raises:
-        WrongShape: If there is no such tensor, or several are as good; the message names them.
+        WrongShape: If there is no such tensor, several are as good, which the message names, or it is complex.
     """
+    return require_real(_selected(returned, task, usual), "the model's outputs", "/model")
+
+
+def require_real(tensor: Tensor, what: str, pointer: str) -> Tensor:
+    """Return a tensor that enters the loss; ``WrongShape``, which calls it ``what``, if its numbers are complex."""
+    if tensor.is_complex():
+        raise WrongShape(
+            f"{what} must be real numbers, of which the losses are (got {tensor.dtype}); give the real and imaginary "
+            "parts as numbers of their own (`torch.view_as_real`)",
+            pointer=pointer,
+        )
+    return tensor
+
+
+def _selected(returned: Any, task: Task, usual: str) -> Tensor:  # noqa: ANN401
     if task.output is not None:
         return _named(returned, task.output)
     field = _entry(returned, usual)
@@ -61,13 +76,13 @@ def loss_of(returned: Any) -> Tensor:  # noqa: ANN401 - models return anything
         The loss, of the shape that the model gave it: () or (1,) where it is a mean.
 
     Raises:
-        WrongShape: If there is none.
+        WrongShape: If there is none, or it is complex.
     """
     field = _entry(returned, "loss")
     first = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
     for tensor in (field, first):
         if isinstance(tensor, Tensor):
-            return tensor
+            return require_real(tensor, "the model's loss", "/model")
     raise WrongShape(
         f"`loss: model` needs a tensor, or an output with `loss`; the model returned `{type(returned).__name__}`",
         pointer="/model",

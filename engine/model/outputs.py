@@ -29,7 +29,7 @@ from engine.model.class_targets import (
 )
 from engine.model.determinism import hold_attention, leave_strict
 from engine.model.dtype_casts import casts_of, conversion_of, is_mismatch
-from engine.model.output_selection import loss_of, mean_over_positions, output_of
+from engine.model.output_selection import loss_of, mean_over_positions, output_of, require_real
 from engine.model.sharding.gathering import refusing_absent_reads
 from engine.model.state.model_state import forward_of
 
@@ -125,7 +125,9 @@ def predict(model: nn.Module, batch: Batch, task: Task) -> Prediction:
 
 
 def _require_tensor_targets(targets: object, task: Task) -> None:
-    """Refuse targets that are no tensor: they would be taken for none."""
+    """Refuse targets that are not a tensor, which would be taken for none, or complex but for the model's own loss."""
+    if isinstance(targets, Tensor) and task.type not in EMBEDDINGS and task.likelihood != "model":
+        require_real(targets, "targets", "/data")
     if targets is None or isinstance(targets, Tensor) or task.type in EMBEDDINGS:
         return
     first = next(iter(targets), None) if isinstance(targets, (tuple, list)) else None
@@ -233,7 +235,7 @@ def _own_loss(returned: Any, batch: Batch, task: Task) -> Prediction:  # noqa: A
     if not isinstance(targets, Tensor):
         raise WrongShape("`loss: model` needs targets in the data", pointer="/data")
     shifted = targets[:, 1:] if task.type == "causal_lm" else targets
-    classes = not targets.is_floating_point()
+    classes = not (targets.is_floating_point() or targets.is_complex())
     if classes:
         valid = shifted.reshape(batch.size, -1) != task.ignore_index
     else:

@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "negative": (functional.one_hot(Y, 3) * 2.0 - 1 / 3, {}, "must be probabilities of 0 or more that sum to 1"),
     "nan probabilities": (SOFT * torch.nan, {}, "must be probabilities"),
     "too wide": (torch.ones(10, 4) / 4, {}, r"do not fit outputs of shape \(\d+, 3\)"),
-    "complex": (Y.to(torch.complex64), {}, "cross-entropy needs integer classes"),
+    "complex": (Y.to(torch.complex64), {}, "targets must be real numbers"),
     "words": (["cat"] * 10, {}, r"must be a tensor.*of str, first 'cat'\); number the names from 0"),
     "array of words": (np.array(["cat"] * 10), {}, "targets must hold numbers"),
     "masked": (np.ma.masked_array(Y.numpy(), Y.numpy() == 1), {}, "without 3 of its 10 numbers.*`task.ignore_index`"),

@@ -52,11 +52,11 @@ class Wrapped(nn.Module):
         return self.wrap(hidden, self.head(hidden))
 
 
-def measured(wrap: Wrap, output: str | None = None, task: str = "classification") -> FactorSet:
+def measured(wrap: Wrap, output: str | None = None, task: str = "classification", **options: Any) -> FactorSet:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(8, 4, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 3, (8,), generator=generator)
-    space = workspace(Wrapped(wrap), [(x, y if task == "classification" else x[:, :3])], task)
+    space = workspace(Wrapped(wrap), [(x, y if task == "classification" else x[:, :3])], task, **options)
     space.inputs.task = Task(type=task, output=output)  # type: ignore[arg-type]
     return collect_or_read(space)
 
@@ -112,6 +112,33 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
         measured(lambda _, scores: scores, "scores")
     with pytest.raises(WrongShape, match="`dict` without a tensor"):
         measured(lambda *_: {"scores": None})
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("fisher", ["mc", "type2", "empirical", "forward_only"])
+def test_complex_outputs_are_refused_with_the_remedy(task: str, fisher: str) -> None:
+    with pytest.raises(WrongShape, match=r"outputs must be real .*complex128\).*`torch\.view_as_real`") as raised:
+        measured(lambda hidden, scores: torch.complex(scores, hidden), task=task, fisher=fisher)
+    assert raised.value.pointer == "/model"
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce", "cross_entropy"])
+def test_complex_targets_are_refused_unless_the_model_takes_them_itself(loss: str) -> None:
+    model, x, y = nn.Linear(6, 3), torch.randn(4, 6), torch.rand(4, 3).to(torch.complex64)
+    task = Task(type="classification" if loss == "cross_entropy" else "regression", loss=loss)  # type: ignore[arg-type]
+    (batch,) = make_batches(iter([(x, y)]), 4)
+    with pytest.raises(WrongShape, match=r"targets must be real .*`torch\.view_as_real`") as raised:
+        predict(model, batch, task)
+    assert raised.value.pointer == "/data"
+
+
+def test_complex_targets_of_the_models_own_loss_are_terms_of_as_many_numbers() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x[:, :3] - y).abs().square().mean()
+
+    (batch,) = make_batches(iter([(torch.randn(4, 6), torch.rand(4, 3).to(torch.complex64))]), 4)
+    assert predict(Net(), batch, Task(type="regression", loss="model")).terms == 4
 
 
 def test_the_models_own_loss_has_no_other_output() -> None:
