@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from catalog.analyses.influence import (
-    InfluenceMetrics,
-    InfluenceParams,
-    InfluenceSummary,
-    QueryInfluence,
-)
+from catalog.analyses.influence import InfluenceMetrics, InfluenceParams, InfluenceSummary, QueryInfluence
 from catalog.record import plain
 from catalog.record_reader import read
 from catalog.requests.inputs import Task
@@ -57,6 +52,7 @@ from engine.memory.memory_curve import MemoryCurve
 from engine.model.activation_memory import set_activation_checkpointing
 from engine.model.batches import Batch, make_batches
 from engine.model.example_digests import EnteredExamples, digest_examples
+from engine.model.loss_directions import at_own_labels
 from engine.operators.conjugate_gradients import Solved, solve_gauss_newton
 from engine.operators.example_scores import example_gradients, of_examples, score_examples, statistics_of
 from engine.operators.kronecker.layer_store import OperatorOptions
@@ -180,7 +176,7 @@ class Influence(LayerAnalysis[InfluenceParams]):
         workspace, machine = self.workspace, self.workspace.machine
         options, budget = workspace.options, MemoryBudget.unlimited()
         collection = dataclasses.replace(
-            options.collection, fisher="empirical", ekfac=False, nested=False, ema_decay=None, update_freq=1,
+            at_own_labels(options.collection), ekfac=False, nested=False, ema_decay=None, update_freq=1,
             exact_trace=False,
         )  # fmt: skip
         # nothing is summed: what the passes hold is in the plan of this analysis

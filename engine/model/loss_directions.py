@@ -27,6 +27,7 @@ References:
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,11 @@ from engine.model.class_targets import label_weights, smoothed_labels
 from engine.model.counter_rng import categories, normals, uniforms
 from engine.model.determinism import leave_strict
 from engine.model.outputs import Prediction
+
+
+def at_own_labels(collection: Collection) -> Collection:
+    """Return a collection with its gradients at the data's own labels, of which there is one for each term."""
+    return replace(collection, fisher="empirical", samples=1)
 
 
 def directions(prediction: Prediction, index: Tensor, task: Task, collection: Collection) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.collection.pass_job import PassJob
-from engine.model.loss_directions import counted_terms, directions
+from engine.model.loss_directions import at_own_labels, counted_terms, directions
 from engine.model.outputs import Prediction
 
 Curvature = Literal["ggn", "hessian", "fisher", "empirical"]
@@ -56,9 +56,8 @@ class OutputCurvature:
         wide = logits is not None and logits.shape[0] == examples and logits.is_contiguous()
         self.carrier = logits if wide and logits is not None else outputs
         if self.of in ("fisher", "empirical"):
-            as_collected = replace(
-                self.job.collection, fisher="mc" if self.of == "fisher" else "empirical", samples=self.samples
-            )
+            own, sampled = self.job.collection, self.of == "fisher"
+            as_collected = replace(own, fisher="mc", samples=self.samples) if sampled else at_own_labels(own)
             seen = replace(prediction, outputs=outputs.detach().to(self.job.dtype), logits=None)
             self._directions = list(directions(seen, self.index, task, as_collected))
             return

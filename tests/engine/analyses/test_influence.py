@@ -93,11 +93,14 @@ def block_diagonal(made: Measurement, of: str) -> Tensor:
     return torch.block_diag(*blocks)
 
 
+@pytest.mark.parametrize(
+    "fisher", [{"fisher": "type2"}, {"fisher": "mc", "samples": 3}], ids=lambda each: each["fisher"]
+)
 @pytest.mark.parametrize("of", ["kfac", "ekfac", "ggn"])
-def test_scores_are_those_of_the_dense_inverse(of: str) -> None:
+def test_scores_are_those_of_the_dense_inverse(of: str, fisher: dict[str, Any]) -> None:
     net, data, query = small_net()
     # a search passes over the data a hundred times and more
-    collection = {"batch_size": 40} if of == "ggn" else {}
+    collection = fisher | ({"batch_size": 40} if of == "ggn" else {})
     made = scored(net, data, query, of=of, block=3, tolerance=1e-13, iterations=400, collection=collection)
     own, asked = (gradients(net, *each, nn.functional.cross_entropy) for each in (data, query))
     matrix = gauss_newton(net, data[0]) if of == "ggn" else block_diagonal(made, of)
