@@ -1,7 +1,7 @@
 """The folder that a foreground run fills: ``job.json``, ``results.json``, ``log.jsonl``, ``artifacts/``.
 
 ``job.json`` says at any time how the run stands; a reader who finds it ``succeeded`` finds the rest
-complete. What an earlier run left is set aside until the new one has its first row, and comes back where
+complete. The rows that an earlier run left are set aside until the new one has its first, and come back where
 it is refused or stopped before. JSON files are replaced whole (temporary file, fsync, rename); the log
 grows by whole lines.
 """
@@ -111,6 +111,7 @@ class OutputFolder:
         self.plan: dict[str, Any] | None = None if begun is None else begun["plan"]
         divided = {} if begun is None else {name: begun.get(name) or [] for name in ("pieces", "artifacts")}
         self._started, self._clock = datetime.now(UTC), time.monotonic()
+        self._staying: list[str] = []
         self._formatter = LogFormatter(document)
         self._rows: list[dict[str, Any]] = []
         self._summary: dict[str, Any] = {}
@@ -250,16 +251,19 @@ class OutputFolder:
             raise OutputRefused(
                 f"the output folder {self.path} holds the results of an earlier run; give another folder, or --force"
             )
-        if self.plan is not None or earlier.exists():
+        goes_on = [] if self.plan is None else [_SCRATCH, _PIECES, *(["artifacts"] if self.pieces else [])]
+        moved = [name for name in (*_OURS, _SCRATCH, _PIECES) if name not in goes_on and (self.path / name).exists()]
+        if earlier.exists() or (goes_on and not self._holds_rows()):
             # what a run that did not end left is not worth more than what was set aside for it
-            kept = ["artifacts"] if self.pieces else []
-            others = [] if self.plan is not None else [_SCRATCH, _PIECES]
-            self._remove([*(name for name in left if name not in kept), *others])
+            self._remove(moved)
             return
-        found = [name for name in (*left, "job.json", _SCRATCH, _PIECES) if (self.path / name).exists()]
-        if found:
+        self._staying = goes_on
+        job = self.path / "job.json"
+        if moved or job.exists():
             earlier.mkdir()
-        for name in found:
+        if job.exists():
+            shutil.copyfile(job, earlier / "job.json")
+        for name in moved:
             (self.path / name).rename(earlier / name)
 
     def _holds_rows(self) -> bool:
@@ -268,7 +272,7 @@ class OutputFolder:
         return any(log.is_file() and log.stat().st_size > 0 for log in logs)
 
     def _give_back(self) -> None:
-        self._remove([*_OURS, "job.json", _SCRATCH, _PIECES])
+        self._remove(name for name in (*_OURS, "job.json", _SCRATCH, _PIECES) if name not in self._staying)
         earlier = self.path / _EARLIER
         for found in earlier.iterdir():
             found.rename(self.path / found.name)

@@ -445,9 +445,20 @@ def test_a_run_that_ended_by_no_fault_of_its_document_is_gone_on_with(foreground
             # its rows are results, which another run does not replace
             assert foreground(["finish"]).wait(240) == 2
             break
+        # one that is refused before its first row leaves all as it was
+        frames_of(foreground(["fail", "usage"]))
+        assert json_file(output / "job.json")["state"] == state
+        assert [row["ordinal"] for row in json_file(output / "results.json")["layers"]] == [0]
+        assert (output / ".waiting" / "sums").exists()
         assert told_to_the_next() == {"parts": [["a"], ["b"]]}
         assert json_file(output / "job.json")["state"] == "succeeded"
         assert not (output / ".waiting").exists()
+
+
+def test_what_stands_without_a_record_makes_way(foreground: Any, tmp_path: Any) -> None:
+    (tmp_path / "out" / ".waiting").mkdir(parents=True)
+    assert isinstance(frames_of(foreground(["finish"]))[-1], Finished)
+    assert not (tmp_path / "out" / ".waiting").exists()
 
 
 def test_a_clock_that_is_set_back_ends_no_run_before_its_start(tmp_path: Any, monkeypatch: Any) -> None:
