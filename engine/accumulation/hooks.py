@@ -29,12 +29,12 @@ from engine.accumulation.output_gradients import (
     note_reached,
     show_gradient,
     unscaled,
-    watch_gradient,
 )
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer, Use
 from engine.layers.linear import FunctionalLinearLayer
 from engine.layers.parameter_slice import Place
+from engine.model.activation_memory import watch_gradient
 from engine.model.mixed_precision import LossScale
 from engine.model.outputs import Prediction
 from engine.row_layout.attention_masks import KeptPositions, Key, MaskBroken, counted, position_count

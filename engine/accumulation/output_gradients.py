@@ -24,7 +24,7 @@ from engine.accumulation.example_gradients import Meeting
 from engine.accumulation.layer_statistics import LayerStatistics
 from engine.errors import Unwinding
 from engine.layers.layer import TreatedLayer, Use
-from engine.model.activation_memory import detach_view
+from engine.model.activation_memory import hook_gradient
 from engine.model.mixed_precision import LossScale
 from engine.row_layout.attention_masks import Key
 from engine.row_layout.layer_calls import require_unwritten, version
@@ -87,21 +87,6 @@ def arrival(
     return enter
 
 
-def watch_gradient(output: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
-    """Call ``arrived`` with the gradient of an output; one that needs no gradient is replaced by a leaf that does.
-
-    Returns:
-        The tensor that the model goes on with, with the numbers of ``output``.
-    """
-    if output.requires_grad:
-        output.register_hook(arrived)  # type: ignore[no-untyped-call]
-        return detach_view(output)
-    leaf = output.detach().requires_grad_()
-    leaf.register_hook(arrived)  # type: ignore[no-untyped-call]
-    # a copy, since the next operation may work in place and a leaf forbids that
-    return leaf.clone()
-
-
 def show_gradient(output: Tensor, looks: Sequence[Callable[[Tensor], None]], scale: LossScale | None) -> None:
     """Have ``looks`` shown the gradient of an output, if it needs one, that enters no sum.
 
@@ -114,7 +99,7 @@ def show_gradient(output: Tensor, looks: Sequence[Callable[[Tensor], None]], sca
                 look(unscaled(gradient, scale))
 
     if looks and output.requires_grad:
-        output.register_hook(show)  # type: ignore[no-untyped-call]
+        hook_gradient(output, show)
 
 
 def note_reached(

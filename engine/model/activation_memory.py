@@ -57,6 +57,30 @@ def detach_view(tensor: Tensor) -> Tensor:
     return alone
 
 
+def hook_gradient(tensor: Tensor, arrived: Callable[[Tensor], Tensor | None]) -> None:
+    """Call ``arrived`` with the gradient of a tensor, unless a backward function of the model's own returns None."""
+
+    def defined(gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else arrived(gradient)
+
+    tensor.register_hook(defined)  # type: ignore[no-untyped-call]
+
+
+def watch_gradient(output: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+    """Call ``arrived`` with the gradient of an output; one that needs no gradient is replaced by a leaf that does.
+
+    Returns:
+        The tensor that the model goes on with, with the numbers of ``output``.
+    """
+    if output.requires_grad:
+        hook_gradient(output, arrived)
+        return detach_view(output)
+    leaf = output.detach().requires_grad_()
+    hook_gradient(leaf, arrived)
+    # a copy, since the next operation may work in place and a leaf forbids that
+    return leaf.clone()
+
+
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """Arguments by which a layer hands keys and values on; running it twice would hand them on twice."""
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.accumulation.output_gradients import watch_gradient
 from engine.collection.pass_job import PassJob
 from engine.errors import EmptyData, NonFiniteLoss, WrongShape
 from engine.factors.factor_set import FactorSet, LayerFacts
 from engine.factors.low_rank import LowRank
 from engine.layers.layer import TreatedLayer
+from engine.model.activation_memory import watch_gradient
 from engine.model.batches import Batch
 from engine.model.determinism import set_numerics
 from engine.model.dtype_casts import casts_of

@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.memory.out_of_memory import is_unexplained
-from engine.model.activation_memory import detach_view, storage_of
+from engine.model.activation_memory import detach_view, storage_of, watch_gradient
 from engine.model.torch_functions import (
     JOINS,
     POINTWISE,
@@ -275,16 +275,11 @@ class ParameterUseMode(Multiplying):
         wanted = self._sink.contributed(sources, use.numbers)
         if not wanted or not torch.is_grad_enabled():
             return self.with_rows(left, use.left_rows)
-        if not left.requires_grad:
-            left = left.detach().requires_grad_()
-            # a copy, since the next operation may work in place and a leaf forbids that
-            stands = left.clone()
 
         def arrived(gradient: Tensor) -> None:
             self._pullback.arrived.append(Arrived(derived=tuple(derived), gradient=gradient, contribution=use))
 
-        left.register_hook(arrived)
-        return self.with_rows(stands, use.left_rows)
+        return self.with_rows(watch_gradient(stands, arrived), use.left_rows)
 
     def _strange(self, operation: Operation, sources: frozenset[str]) -> Any:  # noqa: ANN401
         self._sink.strange(sources, operation.name)

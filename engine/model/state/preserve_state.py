@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from catalog.responses.layer_record import WHOLE_MODEL
 from engine.distributed.sharded_tensors import is_sharded
 from engine.errors import ModelRefused
+from engine.model.activation_memory import hook_gradient
 from engine.model.dtype_casts import note_conversion
 from engine.model.sharding.gathered_parameters import GatheredParameter, converted, put_back
 from engine.model.state.generators import kept_generators
@@ -240,7 +241,7 @@ def order_gradients(model: nn.Module) -> Iterator[None]:
                     return None
                 return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
-            output.register_hook(arrived)  # type: ignore[no-untyped-call]
+            hook_gradient(output, arrived)
 
     normalising = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001 - the common ancestor has no other name
     handles = [module.register_forward_hook(after) for module in normalising]

@@ -14,7 +14,7 @@ from engine.collection import checkpoints
 from engine.collection.checkpoints import MANIFEST
 from engine.factors.factor_set import FactorSet
 from engine.workspace import Workspace
-from tests.oracles import MemoryArtifacts, relative_error, workspace
+from tests.oracles import MemoryArtifacts, relative_error, require_traces, workspace
 
 WIDTH = 4
 Chunk = tuple[Tensor, Tensor]
@@ -171,6 +171,55 @@ def test_the_inputs_of_a_batch_without_loss_terms_count() -> None:
     rows = functional.pad(entered, (0, 1), value=1.0)
     (layer,) = (each for each in found.layers if each.name == "stem")
     assert relative_error(found.load(layer.ordinal).A, rows.T @ rows / rows.shape[0]) <= 1e-12
+
+
+class Stop(torch.autograd.Function):
+    """The identity, without a gradient: autograd calls the hooks before it with None."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> None:
+        return None
+
+
+UNDEFINED: dict[str, Callable[[Any, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    "a layer": lambda s, x, stop: s.head(s.keys(stop(s.stem(x)).tanh())),
+    "a layer with another path": lambda s, x, stop: s.head(stop(hidden := s.stem(x)).tanh() + s.keys(hidden)),
+    "one of two calls": lambda s, x, stop: s.head(stop(s.stem(x)).tanh() + s.stem(x.sin()).tanh()),
+    "a product by hand": lambda s, x, stop: s.head(stop((x @ s.weight).tanh()) + (x.sin() @ s.weight).tanh()),
+    "a bare parameter": lambda s, x, stop: s.head(stop(s.stem(x) * s.weight[0]) + x * s.weight[0].exp()),
+    "a batch norm": lambda s, x, stop: s.head(stop(s.norm(s.stem(x))).tanh() + s.keys(x)),
+    "the head": lambda s, x, stop: stop(s.head(x)) + s.head(s.stem(x).tanh()),
+}
+
+
+@pytest.mark.part(of=14, by=("fisher",))
+@pytest.mark.parametrize("fisher", ["empirical", "type2"])
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_an_undefined_gradient_counts_as_a_detached_output(name: str, fisher: str) -> None:
+    def stopped(stop: Callable[[Tensor], Tensor]) -> Toy:
+        toy = Toy(lambda model, x: UNDEFINED[name](model, x, stop))
+        toy.norm = nn.BatchNorm1d(WIDTH)
+        return toy.double().eval()
+
+    (x, y), *_ = chunks(detached)
+    found, truth = (
+        collect_or_read(workspace(stopped(stop), [(x, y)], "classification", min_coverage=0.0, fisher=fisher))
+        for stop in (Stop.apply, Tensor.detach)
+    )
+    assert [(each.name, each.reason) for each in found.declared] == [(row.name, row.reason) for row in truth.declared]
+    assert [layer.name for layer in found.layers] == [layer.name for layer in truth.layers]
+    for layer in truth.layers:
+        own, other = found.load(layer.ordinal), truth.load(layer.ordinal)
+        assert relative_error(own.A, other.A) <= 1e-14, layer.name
+        assert relative_error(own.dense_G, other.dense_G) <= 1e-14, layer.name
+    if fisher == "empirical":
+        model = stopped(Stop.apply)
+        losses = (functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(len(x)))
+        require_traces(model, found, losses, len(x))
 
 
 class Killed(Exception):
