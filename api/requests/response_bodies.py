@@ -9,12 +9,11 @@ from urllib.parse import quote
 from catalog.analyses.analysis import RefusedAnalysis
 from catalog.requests.pieces import read_piece
 from catalog.responses.coverage import assess_coverage
+from catalog.responses.device_views import DeviceState, DeviceView
 from catalog.responses.estimate_view import EstimateView, PlaceBytes
 from catalog.responses.views import (
     ArtifactView,
     CallerFrame,
-    DeviceState,
-    DeviceView,
     EventListView,
     EventView,
     FailureView,
@@ -48,6 +47,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
     parts = ("results", "layers", "log", "events", "artifacts")
     named = {"parent": job.parent_id, "reproduces": job.document.get("reproduces")}
     others = {name: f"/v1/jobs/{other}" for name, other in named.items() if other is not None}
+    trace = tuple(CallerFrame(**each) for each in (job.failure or {}).get("trace") or ())
     return _filled(
         JobView,
         vars(job),
@@ -57,7 +57,7 @@ def job_view(job: Job, placement: PlacementView | None = None, pieces: tuple[Pie
         refused=tuple(RefusedAnalysis(**each) for each in (job.manifest or {}).get("refused") or ()),
         notices=tuple((job.manifest or {}).get("notices") or ()),
         imported=bool((job.manifest or {}).get("imported")),
-        failure=None if job.failure is None else _failure(job.failure),
+        failure=None if job.failure is None else _filled(FailureView, job.failure, trace=trace),
         parent=job.parent_id,
         piece=None if job.piece is None else read_piece(job.piece),
         pieces=None if pieces is None else tuple(map(piece_view, pieces)),
@@ -111,11 +111,6 @@ def _limits(sizes: Mapping[str, Any], *, on_device: bool) -> PlaceBytes:
     # a job that uses no device has no limit there
     device = sizes.get("device_bytes") if on_device else None
     return PlaceBytes(device=device, host=sizes.get("host_bytes"), disk=None)
-
-
-def _failure(failure: Mapping[str, Any]) -> FailureView:
-    trace = tuple(CallerFrame(**each) for each in failure.get("trace") or ())
-    return _filled(FailureView, failure, trace=trace)
 
 
 def _progress(job: Job) -> ProgressView | None:

@@ -9,7 +9,7 @@ from api.requests.auth import Reader
 from api.requests.openapi import error_responses
 from api.requests.response_bodies import device_view
 from api.service import ServiceOf
-from catalog.responses.views import DeviceListView
+from catalog.responses.device_views import DeviceListView
 from jobs.devices.registry import list_devices
 from jobs.repository.store import check_limit
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from catalog.record import plain
-from catalog.responses.views import DeviceView
+from catalog.responses.device_views import DeviceView
 from kronoscope.cli.options import Url, complete, epilog, one_of, read_path
 from kronoscope.cli.output import print_json, result_console
 from kronoscope.cli.serve import exec_module

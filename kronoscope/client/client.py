@@ -16,9 +16,10 @@ from urllib.parse import quote
 import httpx
 
 from catalog.requests.uploads import UploadView
+from catalog.responses.device_views import DeviceView
 from catalog.responses.estimate_view import EstimateView
 from catalog.responses.series import SeriesView
-from catalog.responses.views import ArtifactView, DeviceView, EventView, JobView, ResultsView
+from catalog.responses.views import ArtifactView, EventView, JobView, ResultsView
 from kronoscope.client.artifact_files import read_memory_curve, save_artifact
 from kronoscope.client.connection import DEFAULT_URL, VISIBLE_ASCII, Connection, find_full_id
 from kronoscope.client.document_fields import set_field

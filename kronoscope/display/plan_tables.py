@@ -79,15 +79,13 @@ def measured_stage_table(curve: Mapping[str, Any]) -> Table:
             if name == "seconds" and stage["stage"] == "whole job" and whole_bounds:
                 # what the start took was known when it was planned
                 planned_text = _without_unit(written_range(planned, whole_bounds))
-            error_text = "–" if error is None else _error_text(error)
+            error_text = "–"
+            if error is not None:
+                error_text = f"{error:+.0%}" if error < _MULTIPLE else f"×{format_number(round(1 + error))}"
             measured_text = show(measured) if measured else "–"
             table.add_row(title, name.partition("_")[0], planned_text, measured_text, error_text)
             title = ""
     return table
-
-
-def _error_text(error: float) -> str:
-    return f"{error:+.0%}" if error < _MULTIPLE else f"×{format_number(round(1 + error))}"
 
 
 def largest_terms_table(plan: Mapping[str, Any]) -> Table:

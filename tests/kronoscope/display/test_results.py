@@ -10,8 +10,9 @@ from catalog.analyses.factors import FactorsMetrics
 from catalog.analyses.natural_gradient import LayerDirection, NaturalGradientMetrics
 from catalog.analyses.reconstruction import ReconstructedSide
 from catalog.analyses.subsamples import NestedCapacity
+from catalog.responses.device_views import DeviceView
 from catalog.responses.layer_record import LayerRecord
-from catalog.responses.views import DeviceView, JobView
+from catalog.responses.views import JobView
 from kronoscope.cli.job_commands import job_table
 from kronoscope.cli.service_commands import device_table
 from kronoscope.client.responses import build, build_layer

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import safetensors.torch
@@ -37,6 +36,7 @@ BYTES = 256
 CONTEXT = 64
 """Positions of `tiny_gpt`."""
 PACKAGED = Path(__file__).parent / "trained"
+_FOLDER = "builtin"
 _RECIPE = 1
 """Raised when an architecture or its training changes, so that no older file is taken for it."""
 _SEED = 20_240_601
@@ -137,7 +137,7 @@ def load(source: BuiltinModel, task: Task, context: LoaderContext) -> LoadedMode
     model = ARCHITECTURES[source.name]()
     weights, measured = _found_weights(source.name, context.store)
     if weights is None:
-        measured, digest = _train_into(_folder(context.store), source.name, model, context)
+        measured, digest = _train_into(context.store / _FOLDER, source.name, model, context)
     else:
         model.load_state_dict(safetensors.torch.load(weights))
         digest = hashlib.sha256(weights).hexdigest()
@@ -152,13 +152,9 @@ def untrained(name: str, store: Path) -> Callable[[], nn.Module] | None:
     return ARCHITECTURES[name] if weights is None else None
 
 
-def _folder(store: Path) -> Path:
-    return store / "builtin"
-
-
 def _found_weights(name: str, store: Path) -> tuple[bytes | None, dict[str, float]]:
     weights, measured = _stored_weights(name, PACKAGED)
-    return (weights, measured) if weights is not None else _stored_weights(name, _folder(store))
+    return (weights, measured) if weights is not None else _stored_weights(name, store / _FOLDER)
 
 
 def _paths(name: str, folder: Path) -> tuple[Path, Path]:
@@ -241,11 +237,8 @@ def _training(name: str) -> tuple[Callable[[nn.Module, Tensor], Tensor], int]:
         rows = english_bytes(CONTEXT + 1)
         return lambda model, chosen: _next_byte_loss(model, rows[chosen]), len(rows) - TEST_EXAMPLES
     images, classes = digits()
-    return lambda model, chosen: _class_loss(model, images[chosen], classes[chosen]), len(images) - TEST_EXAMPLES
-
-
-def _class_loss(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(images), classes)
+    loss = nn.functional.cross_entropy
+    return lambda model, chosen: loss(model(images[chosen]), classes[chosen]), len(images) - TEST_EXAMPLES
 
 
 def _next_byte_loss(model: nn.Module, rows: Tensor) -> Tensor:
@@ -272,9 +265,9 @@ def main(arguments: list[str]) -> int:
     place.add_argument("--store", type=Path, help="folder of the model store")
     place.add_argument("--package", type=Path, help="folder of weights that come with the package")
     chosen = parser.parse_args(arguments)
-    say = LoaderContext(store=chosen.store or chosen.package, log=lambda _, message: print(message, flush=True))  # noqa: T201 - a command
+    store = chosen.store or chosen.package
+    say = LoaderContext(store=store, log=lambda _, message: print(message, flush=True), report=_report)  # noqa: T201 - a command
     began = time.monotonic()
-    say = replace(say, report=_printed_progress())
     if chosen.package is not None:
         measured, digest = _train_into(chosen.package, chosen.name, ARCHITECTURES[chosen.name](), say)
         done = f"{measured}, sha256:{digest}"
@@ -284,12 +277,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _printed_progress() -> Callable[[str, int, int | None, str], None]:
-    def report(stage: str, done: int, total: int | None, unit: str) -> None:
-        if total and (done == total or done % max(total // 10, 1) == 0):
-            print(f"{stage}: {done}/{total} {unit}", flush=True)  # noqa: T201 - a command speaks
-
-    return report
+def _report(stage: str, done: int, total: int | None, unit: str) -> None:
+    if total and (done == total or done % max(total // 10, 1) == 0):
+        print(f"{stage}: {done}/{total} {unit}", flush=True)  # noqa: T201 - a command speaks
 
 
 def try_untrained(make: Callable[[], nn.Module], data: DataStream, task: Task) -> None:
