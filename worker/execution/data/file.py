@@ -35,10 +35,11 @@ from worker.execution.data.texts.text_rows import (
     find_rivals,
     list_unused,
     require_one_reading,
+    require_text,
 )
 from worker.execution.files.open_files import OpenFile
 from worker.execution.files.safetensors_header import TensorEntry, read_header, read_rows
-from worker.execution.refusal import Refusal, is_storable, names, unique_keys
+from worker.execution.refusal import Refusal, names, unique_keys
 
 _POINTER = "/data/path"
 _MAX_LINE_BYTES = 2**20
@@ -98,7 +99,7 @@ def _table(path: OpenFile, source: FileOptions, request: DataRequest) -> DataStr
     columns = TableColumns(
         text=fields.text,
         pair=fields.pair,
-        label=fields.label,
+        label=fields.label if task in (*LABELLED, "token_classification") else None,
         fields=("text_key", "pair_key", "label_key"),
         place=_POINTER,
     )
@@ -313,19 +314,9 @@ def _ragged(message: str) -> Refusal:
 
 
 def _text(row: dict[str, Any], name: str, where: str) -> str:
-    text = row.get(name)
     if name not in row:
         raise _ragged(f"{where} has no `{name}`, and others have; give every line one")
-    if not isinstance(text, str):
-        raise Refusal(f"{where}: `{name}` must be a string", pointer=_POINTER, code="wrong_format")
-    if not is_storable(text):
-        raise Refusal(
-            f"{where}: `{name}` holds half of a surrogate pair, which is not a character; "
-            "write both halves, or the character itself",
-            pointer=_POINTER,
-            code="wrong_format",
-        )
-    return text
+    return require_text(row[name], name, where, _POINTER)
 
 
 def _lines(path: OpenFile) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""Labels as a data file gives them: class indices, names of classes or numbers, none rounded, cut, wrapped or guessed.
+"""Labels as a data file gives them: class indices, names or numbers in float64, none cut, wrapped or guessed.
 
 ====================================================  ======================================================
 labels of a classification                            classes
@@ -24,12 +24,17 @@ from typing import Any
 
 import torch
 
+from catalog.requests.inputs import Task
 from worker.execution.data.stream import DataRequest
 from worker.execution.refusal import Refusal, is_storable, names
 
 CLASS_TASKS = frozenset({"classification", "sequence_classification", "token_classification"})
 _LARGEST_NUMBER = torch.finfo(torch.float32).max
-"""Targets of a regression are float32."""
+"""A collection in float32 holds no larger target."""
+_REMEDIES = {
+    bool: "write 0 and 1",
+    list: "several numbers in place of one come as `targets` of a `.safetensors` file, beside token ids",
+}
 _MOST_TEXTS = 100_000
 """Most labels that differ, where they are texts; as many as a model may have classes."""
 _MOST_SORTED = 1_000
@@ -44,16 +49,20 @@ _UNNAMED = re.compile(r"LABEL_\d+")
 """A name that ``transformers`` gives to a class that has none."""
 
 
-def label_fault(label: object, task: str) -> str | None:
-    """Return what is wrong with a label that should be a number."""
+def label_fault(label: object, task: Task) -> str | None:
+    """Return what is wrong with a label that should be a number, and what to do."""
+    ignored = f", or write {task.ignore_index}, which is not counted" if task.type in CLASS_TASKS else ""
+    remedy = f"write it as a number, or leave out the row{ignored}"
     if isinstance(label, bool) or not isinstance(label, (int, float)):
-        return f"must be a number (got {_shown(label)})"
+        return f"must be a number (got {_shown(label)}); {_REMEDIES.get(type(label), remedy)}"
     if isinstance(label, float) and not math.isfinite(label):
-        return f"must be a finite number (got {label})"
-    if task in CLASS_TASKS and (label != int(label) or not -(2**63) <= label < 2**63):
-        return f"must be a class index, a whole number, for `{task}` (got {_shown(label)})"
+        return f"must be a finite number (got {label}); {remedy}"
+    if task.type in CLASS_TASKS and (label != int(label) or not -(2**63) <= label < 2**63):
+        return f"must be a class index, a whole number, for `{task.type}` (got {_shown(label)})"
     if abs(label) > _LARGEST_NUMBER:
         return f"must lie within ±{_LARGEST_NUMBER:.2g}, as float32 does (got {_shown(label)})"
+    if task.type == "regression" and float(label) != label:
+        return f"must be a number that float64 holds (got {_shown(label)}); write {float(label):.17g} if that is meant"
     return None
 
 
@@ -163,12 +172,12 @@ class Labels:
         return label
 
     def _number(self, label: Any, where: str) -> float:  # noqa: ANN401 - decoded from a file
-        task = self.request.task.type
+        task = self.request.task
         fault = label_fault(label, task)
         if fault is not None:
             raise self._refused(f"{where}: `{self.column}` {fault}")
         number: float = label
-        return int(number) if task in CLASS_TASKS else number
+        return int(number) if task.type in CLASS_TASKS else number
 
     def _numbering(self) -> Mapping[str, float]:
         """The number of each text."""
@@ -232,9 +241,8 @@ class Labels:
     def _require_one_reading(self, read: Mapping[str, float]) -> None:
         """Refuse numbers that are names of other classes, where the file cannot say which of both they are."""
         own = {name: number for number, name in enumerate(self.request.loaded.class_names)}
-        task = self.request.task.type
         for text, number in read.items() if self.untyped else ():
-            if label_fault(number, task) is not None:
+            if label_fault(number, self.request.task) is not None:
                 continue
             # pandas writes 1 as 1.0 where a row of the column was empty
             for name in (text, str(int(number))):

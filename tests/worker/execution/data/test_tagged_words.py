@@ -133,16 +133,16 @@ def test_texts_that_are_cut_and_fields_that_are_not_read_are_said(tmp_path: Path
         ({"words": ["Ada"]}, "`tags` must be a list"),
         ({"words": [], "tags": []}, "`words` must be a list of 1"),
         ({"words": ["Ada", "wrote"], "tags": [1]}, "`words` has 2 entries and `tags` 1; give a tag for each word"),
-        ({"words": ["Ada", 3], "tags": [1, 0]}, r"`words` must hold texts \(got 3\)"),
+        ({"words": ["Ada", 3], "tags": [1, 0]}, r"`words` must be a string \(got 3\); leave out"),
         (
             {"words": ["Ada"], "tags": ["B-PER"]},
             "`tags` is the text `B-PER` in data.jsonl line 2 and a number in .* 1;",
         ),
-        ({"words": ["Ada"], "tags": [["B"]]}, r"whole numbers \(got \['B'\]\); number the tags as `id2label`"),
-        ({"words": ["Ada"], "tags": [1.5]}, r"whole numbers \(got 1\.5\)"),
-        ({"words": ["Ada"], "tags": [True]}, r"whole numbers \(got True\)"),
-        ({"words": ["Ada"], "tags": [None]}, r"whole numbers \(got None\)"),
-        ({"words": ["\ud800"], "tags": [1]}, "must hold texts"),
+        ({"words": ["Ada"], "tags": [["B"]]}, r"`tags` must be a number \(got \['B'\]\)"),
+        ({"words": ["Ada"], "tags": [1.5]}, r"whole number, for `token_classification` \(got 1\.5\)"),
+        ({"words": ["Ada"], "tags": [True]}, r"must be a number \(got True\); write 0 and 1"),
+        ({"words": ["Ada"], "tags": [None]}, r"must be a number \(got None\); .* or write -100, which is not counted"),
+        ({"words": ["\ud800"], "tags": [1]}, "`words` holds half of a surrogate pair"),
     ],
 )
 def test_a_line_that_is_no_tagged_text_is_refused(

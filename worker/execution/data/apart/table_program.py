@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -35,8 +36,9 @@ _REMEDIES = {
 }
 _READABLE = (
     pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer, pa.types.is_floating,
-    pa.types.is_boolean, pa.types.is_null,
+    pa.types.is_decimal, pa.types.is_boolean, pa.types.is_null,
 )  # fmt: skip
+_LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
 
 
 def main() -> int:
@@ -155,18 +157,39 @@ def class_names(schema: pa.Schema) -> dict[str, list[str]]:
 
 def _require_readable(name: str, found: pa.DataType) -> None:
     """Require values that a message can hold."""
-    inner = found
-    while pa.types.is_list(inner) or pa.types.is_large_list(inner) or pa.types.is_dictionary(inner):
-        inner = inner.value_type
+    inner = _value_type(found)
     if not any(is_readable(inner) for is_readable in _READABLE):
-        raise ValueError(f"column `{name[:120]}` holds {found}; texts, numbers, flags, and lists of them are read")
+        part = "write the part of it that is meant as a column"
+        remedy = part if pa.types.is_nested(inner) else "cast its values to string with pyarrow (`column.cast(...)`)"
+        shown = f"`{name[:80]}` holds {str(found)[:60]}"
+        raise ValueError(f"column {shown}; texts, numbers and their lists are read: {remedy}")
+
+
+def _value_type(found: pa.DataType) -> pa.DataType:
+    return _value_type(found.value_type) if isinstance(found, (*_LISTS, pa.DictionaryType)) else found
+
+
+def _values(batch: pa.RecordBatch, name: str) -> list[Any]:
+    """Return the values of a column, decimals as the numbers that they are."""
+    values: list[Any] = batch.column(name).to_pylist()
+    return [_number(each, name) for each in values] if pa.types.is_decimal(_value_type(batch[name].type)) else values
+
+
+def _number(value: Any, name: str) -> Any:  # noqa: ANN401 - a decimal, null, or a list of them
+    if not isinstance(value, Decimal):
+        return value if value is None else [_number(each, name) for each in value]
+    number = int(value) if value == int(value) else float(value)
+    if Decimal(repr(number)) != value:
+        remedy = "round it with pyarrow (`column.cast('float64')`)"
+        raise ValueError(f"column `{name[:80]}` holds {value}, which float64 would round to {number}; {remedy}")
+    return number
 
 
 def _pieces(batches: Iterator[pa.RecordBatch], columns: list[str]) -> Iterator[list[Sequence[Any]]]:
     """Rows of bounded size together."""
     piece, size = list[Sequence[Any]](), 0
     for batch in batches:
-        for row in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
+        for row in zip(*(_values(batch, name) for name in columns), strict=True):
             piece.append(row)
             size += sum(len(value) for value in row if isinstance(value, (str, list)))
             if size > _PIECE_BYTES:

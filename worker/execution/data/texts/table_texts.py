@@ -1,6 +1,6 @@
 """Table texts: the texts, pairs, labels and tags of columns, as a stream of batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from worker.execution.data.texts.text_rows import (
     require_no_tensors,
     require_pair_named,
     require_pairs_make_sense,
+    require_text,
 )
-from worker.execution.refusal import Refusal, is_storable
+from worker.execution.refusal import Refusal, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +55,6 @@ class TableColumns:
             raise Refusal("has no place in `token_classification`; leave it out", pointer=pointer)
         if self.pair is not None:
             require_pairs_make_sense(self.text, self.pair, task, pointer)
-        if self.label is None and task == "token_classification":
-            raise Refusal(
-                "is null, and `token_classification` needs a column of tags; name it",
-                pointer=f"/data/{self.fields[2]}",
-            )
 
 
 def table_stream(table: Table, columns: TableColumns, labels: Labels, where: str, length: int) -> DataStream:
@@ -68,6 +64,12 @@ def table_stream(table: Table, columns: TableColumns, labels: Labels, where: str
     texts = values[columns.fields[0]]
     if not texts:
         raise Refusal("the data set holds no row", pointer=columns.place, code="empty_data")
+    if columns.label is None and task in (*LABELLED, "token_classification"):
+        raise Refusal(
+            f"is null, and `{task}` needs a column of tags or labels; name it, of {names(list(table.there), 20)}",
+            pointer=f"/data/{columns.fields[2]}",
+            code="no_targets",
+        )
     if task == "token_classification":
         list_unused(table.there, (columns.text, columns.label), where, request.context)
         describe_columns(columns.text, None, columns.label, request)
@@ -78,7 +80,7 @@ def table_stream(table: Table, columns: TableColumns, labels: Labels, where: str
     list_unused(table.there, (columns.text, columns.pair, label), where, request.context)
     describe_columns(columns.text, columns.pair, label, request)
     numbers = labels.numbers() if len(labels) else None
-    return text_stream(_texts(values, columns.fields), numbers, length, request, "/data")
+    return text_stream(_texts(values, columns), numbers, length, request, "/data")
 
 
 def describe_columns(text: str, pair: str | None, label: str | None, request: DataRequest) -> None:
@@ -87,13 +89,13 @@ def describe_columns(text: str, pair: str | None, label: str | None, request: Da
     request.context.describe("columns", {name: each[:200] for name, each in columns.items() if each is not None})
 
 
-def _texts(values: Mapping[str, list[Any]], fields: Sequence[str]) -> list[Text]:
+def _texts(values: Mapping[str, list[Any]], columns: TableColumns) -> list[Text]:
     """The texts, or pairs of them."""
-    for field in fields[:2]:
-        _require_texts(values.get(field, []), field)
-    if fields[1] not in values:
-        return values[fields[0]]
-    return list(zip(values[fields[0]], values[fields[1]], strict=True))
+    first, second, _ = columns.fields
+    for field, name in columns.named.items():
+        for row, text in enumerate(values[field] if field in (first, second) else ()):
+            require_text(text, name, f"row {row}", f"/data/{field}", "wrong_type")
+    return values[first] if second not in values else list(zip(values[first], values[second], strict=True))
 
 
 def _tagged(values: Mapping[str, list[Any]], columns: TableColumns, labels: Labels, length: int) -> DataStream:
@@ -105,19 +107,3 @@ def _tagged(values: Mapping[str, list[Any]], columns: TableColumns, labels: Labe
         for number, row in enumerate(rows)
     ]
     return tagged_stream(tag_words(words, labels), length, labels.request, "/data")
-
-
-def _require_texts(texts: list[Any], field: str) -> None:
-    for row, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise Refusal(
-                f"row {row} holds {type(text).__name__}, not text; tensors come from `source: file`",
-                pointer=f"/data/{field}",
-                code="wrong_type",
-            )
-        if not is_storable(text):
-            raise Refusal(
-                f"row {row} holds half of a surrogate pair, which is not a character",
-                pointer=f"/data/{field}",
-                code="wrong_format",
-            )

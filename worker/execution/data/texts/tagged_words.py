@@ -22,10 +22,11 @@ from worker.execution.data.byte_count import ByteCount
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.labels import Labels
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
-from worker.execution.data.texts.text_rows import batch_bounds, cut_places, reads_mask
+from worker.execution.data.texts.text import tell_cut
+from worker.execution.data.texts.text_rows import batch_bounds, cut_places, reads_mask, require_text
 from worker.execution.data.texts.tokenizer_process import TokenizerProcess, WordTokens, tokenizer_settings
 from worker.execution.loaded_model import Vocabulary
-from worker.execution.refusal import Refusal, is_storable
+from worker.execution.refusal import Refusal
 
 WORDS, TAGS = "words", "tags"
 """Fields of a line."""
@@ -77,22 +78,10 @@ def read_tagged_words(
             pointer=pointer,
             code="ragged",
         )
-    for word in words:
-        if not isinstance(word, str) or not is_storable(word):
-            raise Refusal(
-                f"{where}: `{fields[0]}` must hold texts (got {word!r:.60})", pointer=pointer, code="wrong_format"
-            )
-    for tag in tags:
-        if not isinstance(tag, str) and (type(tag) is not int or not -(2**63) <= tag < 2**63):
-            raise Refusal(
-                f"{where}: `{fields[1]}` must hold classes, whole numbers (got {tag!r:.60}); number the tags as "
-                "`id2label` of the model's config.json does, or take its names",
-                pointer=pointer,
-                code="wrong_type",
-            )
+    for word, tag in zip(words, tags, strict=True):
+        count.add_value(require_text(word, fields[0], where, pointer))
+        count.add_value(tag)
         labels.add(tag, where)
-    for value in (*words, *tags):
-        count.add_value(value)
     return tuple(words)
 
 
@@ -138,9 +127,7 @@ def tagged_stream(texts: Sequence[TaggedWords], length: int, request: DataReques
             pointer=pointer,
             code="no_targets",
         )
-    if cut:
-        why = "the model has no more positions" if length < asked else "`sequence_length`, which can be raised"
-        request.context.notice(f"{cut} of {len(texts)} texts are longer than {length} tokens and are cut there: {why}")
+    tell_cut(cut, len(texts), length, asked, request)
 
     lengths = [len(text.ids) for text in encoded]
 

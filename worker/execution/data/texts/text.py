@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from catalog.requests.inputs import EMBEDDINGS
 from engine.model.counter_rng import uniforms
 from worker.execution.data.forward_inputs import row_positions
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
@@ -58,7 +57,10 @@ def text_stream(
         raise Refusal("these are texts, but the model reads no tokens; give tensors", pointer=pointer)
     if labels is None and request.task.type in LABELLED:
         raise Refusal(
-            f"`{request.task.type}` needs a label for every text, and there is none", pointer=pointer, code="no_targets"
+            f"`{request.task.type}` needs a label for every text, and there is none; give lines of JSON "
+            "(`.jsonl`) that have a `label`",
+            pointer=pointer,
+            code="no_targets",
         )
     asked, length = length, length if vocabulary.max_length is None else min(length, vocabulary.max_length)
     least = 2 if request.task.type == "causal_lm" else 1
@@ -82,26 +84,27 @@ def text_stream(
         request.context.notice(
             f"{len(texts) - len(encoded)} of {len(texts)} texts have fewer than {least} tokens and are left out"
         )
-    _tell_cut(cut, len(texts), length, asked, request)
+    tell_cut(cut, len(texts), length, asked, request)
     vocabulary = _with_padding(encoded, vocabulary, request, pointer)
 
     lengths = [len(text.ids) for text in encoded]
 
     def batches() -> Iterator[Chunk]:
         for own in batch_bounds(lengths, request.batch_size, vocabulary):
-            yield _batch(encoded[own], labels, vocabulary, mask_id, request)
+            yield _batch(encoded[own], given, vocabulary, mask_id, request)
 
-    given = labels if request.task.type in LABELLED else None
+    places = torch.tensor([text.place for text in encoded], dtype=torch.int64)
+    given = None if labels is None or request.task.type not in LABELLED else _targets(labels, request)
     return DataStream(
         batches=batches,
         # where batches are cut short, they do not begin at multiples of their size
         examples=None if cut_places(lengths, vocabulary) else len(encoded),
-        labels=None if given is None else lambda: iter([_labels(encoded, given, request)]),
+        labels=None if given is None else lambda: iter([(given[places], places)]),
         text_of=(lambda place: _joined(texts[encoded[place].place], " ")) if request.texts else None,
     )
 
 
-def _tell_cut(cut: int, count: int, length: int, asked: int, request: DataRequest) -> None:
+def tell_cut(cut: int, count: int, length: int, asked: int, request: DataRequest) -> None:
     """Say how many texts were longer than what is read of them."""
     if cut:
         why = "the model has no more positions" if length < asked else "`sequence_length`, which can be raised"
@@ -128,11 +131,12 @@ def _with_padding(texts: Sequence[_Encoded], vocabulary: Vocabulary, request: Da
     return dataclasses.replace(vocabulary, pad_id=pad_id)
 
 
-def _labels(texts: Sequence[_Encoded], labels: Sequence[float], request: DataRequest) -> tuple[Tensor, Tensor]:
-    """Return the labels (n,) of the texts that are read, with the number (n,) of each text among those given."""
-    dtype = torch.float32 if request.task.type == "regression" else torch.int64
-    places = [text.place for text in texts]
-    return torch.tensor([labels[place] for place in places], dtype=dtype), torch.tensor(places, dtype=torch.int64)
+def _targets(labels: Sequence[float], request: DataRequest) -> Tensor:
+    """Return the labels (N,) as int64; of a regression as float32, or float64 where that would round one of them."""
+    if request.task.type != "regression":
+        return torch.tensor(labels, dtype=torch.int64)
+    wide = torch.tensor(labels, dtype=torch.float64)
+    return wide.float() if torch.equal(wide.float().double(), wide) else wide
 
 
 @contextlib.contextmanager
@@ -240,7 +244,7 @@ def _mask_id(tokenizer: TokenizerProcess | None) -> int:
 
 def _batch(
     texts: Sequence[_Encoded],
-    labels: Sequence[float] | None,
+    labels: Tensor | None,
     vocabulary: Vocabulary,
     mask_id: int | None,
     request: DataRequest,
@@ -263,8 +267,8 @@ def _batch(
             chosen = _masked_positions(text, request.seed)
             targets[row, chosen] = ids[row, chosen]
             ids[row, chosen] = mask_id
-    elif labels is not None and task.type not in EMBEDDINGS:
-        targets, _ = _labels(texts, labels, request)
+    elif labels is not None:
+        targets = labels[places]
     if not vocabulary.arguments:
         return ids, targets, places
     inputs = {"input_ids": ids, "attention_mask": mask} if reads_mask(vocabulary) else {"input_ids": ids}

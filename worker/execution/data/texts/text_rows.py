@@ -13,7 +13,7 @@ from catalog.requests.data_sources import FileOptions
 from catalog.requests.inputs import EMBEDDINGS
 from worker.execution.loaded_model import Vocabulary
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names
+from worker.execution.refusal import Refusal, is_storable, names
 
 PAIRS = (
     ("text", "text_pair"), ("text1", "text2"), ("text_1", "text_2"), ("text_a", "text_b"),
@@ -176,6 +176,25 @@ def require_no_tensors(there: Sequence[str], pointer: str) -> None:
             pointer=pointer,
             code="unused_field",
         )
+
+
+def require_text(value: object, name: str, where: str, pointer: str, code: str = "wrong_format") -> str:
+    """Return the value of a text's column; ``Refusal`` if it is not text."""
+    if not isinstance(value, str):
+        raise Refusal(
+            f"{where}: `{name}` must be a string (got {repr(value)[:60]}); leave out the row, or write its text; "
+            "numbers for the model come as tensors of a `.safetensors` file",
+            pointer=pointer,
+            code=code,
+        )
+    if not is_storable(value):
+        raise Refusal(
+            f"{where}: `{name}` holds half of a surrogate pair, which is not a character; "
+            "write both halves, or the character itself",
+            pointer=pointer,
+            code="wrong_format",
+        )
+    return value
 
 
 def list_unused(there: Iterable[str], used: Iterable[str | None], where: str, context: LoaderContext) -> None:
