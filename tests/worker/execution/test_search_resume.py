@@ -130,7 +130,7 @@ class Foreground:
 @pytest.mark.nightly(
     covered_by=(
         "tests/worker/execution/test_search_resume.py::test_another_attempt_takes_over_what_a_killed_one_has_searched",
-        "tests/worker/foreground/test_foreground.py::test_a_run_whose_computing_process_was_killed_is_gone_on_with",
+        "tests/worker/foreground/test_foreground.py::test_a_run_that_ended_by_no_fault_of_its_document_is_gone_on_with",
     )
 )
 def test_a_foreground_run_that_was_killed_goes_on_in_its_folder(modules: Path, tmp_path: Path) -> None:
