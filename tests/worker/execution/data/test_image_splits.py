@@ -315,8 +315,8 @@ def test_images_are_no_memory_of_the_process(tmp_path: Path) -> None:
     data = opened(tmp_path)
     for place in range(5):
         data.splits["train"].read(place, range(rows // 5))
-    # three files of 60 MiB
-    assert resident_bytes() - before < 24 * 2**20
+    # three files of 60 MiB; the images of a class take 12, read and joined
+    assert resident_bytes() - before < 40 * 2**20
 
 
 def overwrite(path: Path) -> None:
