@@ -30,6 +30,7 @@ from engine.accumulation.output_gradients import (
     show_gradient,
     unscaled,
 )
+from engine.layers.convolution import TransposedConvolutionLayer
 from engine.layers.elementwise import BareLayer
 from engine.layers.layer import TreatedLayer, Use
 from engine.layers.linear import FunctionalLinearLayer
@@ -210,7 +211,7 @@ class Collector(Sink):
             self.shapes.note(name, self._calls.of(name), entered)
             if counts:
                 self._sharing.check(name, entered, masked=self.mask is not None and self.layout.masking.covers(key))
-            if len(args) + len(kwargs) > 1:
+            if len(args) + len(kwargs) > 1 and not isinstance(role, TransposedConvolutionLayer):
                 statistics.flaw = "several_inputs"
             instead = None
             if name in self.layout.tables and lacks_examples(entered):
@@ -225,7 +226,7 @@ class Collector(Sink):
             plain = entered.detach() if arrange is None else arrange(entered.detach(), self.examples)
             plain = plain.clone() if name in self.layout.overwritten else plain
             known = self._known(key, role, plain)
-            use = counted(role, Use(entered=plain, examples=self.examples, role=role), known)
+            use = counted(role, Use(entered=plain, examples=self.examples, role=role.of_call(plain, output)), known)
             entry = self._enter(statistics, use) if counts else None
             lost = None if known is None else (key, known.dropped)
             followed = self._follow(statistics, use, output, arrange, dropped=lost, entry=entry)

@@ -208,12 +208,12 @@ class LayerStatistics(Sums):
 
     def add_input_(self, use: Use) -> None:
         """Add ``Σ a aᵀ`` of one call, by the tensor that entered it."""
-        layer, entered = self.layer, require_real(use.input)
+        layer, called, entered = self.layer, use.role or self.layer, require_real(use.input)
         if isinstance(layer, BlockLayer):
             self.positions += use.count if use.count is not None else entered.numel() // layer.fan_in
             return
-        if isinstance(layer, ConvolutionLayer):
-            self._add_patches_(layer, entered)
+        if isinstance(called, ConvolutionLayer):
+            self._add_patches_(called, entered)
             return
         rows = layer.activation_rows(entered)
         if layer.form == "diagonal":

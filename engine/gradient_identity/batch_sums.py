@@ -100,8 +100,9 @@ class LayerMoments(RowObserver):
             if "A" not in self.sides:
                 return
             side, reduce = self.sides["A"], self.statistics.sharing == "reduce"
-            if isinstance(layer, ConvolutionLayer):
-                side.add_patches_(layer, use, means=reduce)
+            called = use.role or layer
+            if isinstance(called, ConvolutionLayer):
+                side.add_patches_(called, use, means=reduce)
             elif layer.form == "diagonal":
                 side.add_ids_(counted_rows(layer, use))
             elif not reduce:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from engine.accumulation.gradient_rows import GradientRows, ProbabilityRows
 from engine.accumulation.sketched_rows import SketchRows
 from engine.factors.kronecker_factors import mirrored_
-from engine.layers.convolution import ConvolutionLayer
+from engine.layers.convolution import ConvolutionLayer, TransposedConvolutionLayer
 from engine.layers.layer import TreatedLayer, Use
 from engine.linalg.eigendecomposition import is_diagonal
 from engine.model.counter_rng import normals
@@ -165,12 +165,12 @@ def _column(numbers: Tensor | float) -> Tensor | float:
 def _applied(layer: ConvolutionLayer, entered: Tensor, kernel: Tensor) -> Tensor:  # (N, groups, positions)
     """The layer's own map, of one output for each group, with ``kernel`` (groups, d_in) as its weight."""
     module = layer.module
-    if not module.transposed:
+    if not isinstance(layer, TransposedConvolutionLayer):
         weight = kernel.view(layer.groups, -1, *module.kernel_size)
         return module._conv_forward(entered, weight, None).flatten(2)  # noqa: SLF001 - the padding modes are there
     weight = layer.as_stored(kernel[:, None]).reshape(-1, 1, *module.kernel_size)
     apply: Callable[..., Tensor] = _TRANSPOSED[len(module.kernel_size) - 1]
-    options = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    options = (module.stride, module.padding, layer.output_padding, module.groups, module.dilation)
     return apply(entered, weight, None, *options).flatten(2)
 
 

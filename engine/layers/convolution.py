@@ -17,8 +17,9 @@ References:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +164,21 @@ class ConvolutionLayer(TreatedLayer):
 
 @dataclass(eq=False)
 class TransposedConvolutionLayer(ConvolutionLayer):
-    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``."""
+    """``nn.ConvTranspose1d``, ``nn.ConvTranspose2d``, ``nn.ConvTranspose3d``; a call may fix its ``output_size``."""
+
+    added: tuple[int, ...] | None = field(default=None, kw_only=True)
+    """Places that the output has at the end of each axis beyond what the input fills; None for the module's own."""
+
+    @property
+    def output_padding(self) -> tuple[int, ...]:
+        """Places that the output has at the end of each axis beyond what the input fills."""
+        return tuple(self.module.output_padding) if self.added is None else self.added
+
+    @override
+    def of_call(self, entered: Tensor, output: Tensor) -> Self:
+        known = zip(self.output_padding, output.shape[2:], self.geometry(entered.shape).windows, strict=True)
+        added = tuple(padding + size - window for padding, size, window in known)
+        return self if added == self.output_padding else replace(self, added=added)
 
     @override
     def geometry(self, shape: Sequence[int]) -> Geometry:
@@ -197,7 +212,7 @@ class TransposedConvolutionLayer(ConvolutionLayer):
         """Return the zeros at both ends of each axis; negative where the module cuts more than the kernel overhangs."""
         module, axes = self.module, range(len(self.module.kernel_size))
         starts = [module.dilation[axis] * (module.kernel_size[axis] - 1) - int(module.padding[axis]) for axis in axes]
-        return starts, [starts[axis] + module.output_padding[axis] for axis in axes]
+        return starts, [starts[axis] + self.output_padding[axis] for axis in axes]
 
     @override
     def activation_rows(self, entered: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,7 @@ class Use:
     """Positions of each example that count, where they are known to the host."""
 
     def picked(self, rows: Tensor) -> Tensor:
-        """Return the rows of the positions that count.
-
-        Args:
-            rows: One a position, shape (P, …).
-        """
+        """Return, of rows (P, …) with one a position, those of the positions that count."""
         if self.kept is None:
             return rows
         return rows[self.kept] if self.places is None else rows.index_select(0, self.places)
@@ -243,7 +239,11 @@ class TreatedLayer(ABC):
         Returns:
             ``a`` without the ones, shape (P, groups · d_in), and ``g``, shape (P, groups · d_out).
         """
-        return self.activation_rows(use.input), self.gradient_rows(gradient)
+        return (use.role or self).activation_rows(use.input), self.gradient_rows(gradient)
+
+    def of_call(self, entered: Tensor, output: Tensor) -> Self:  # noqa: ARG002 - most read the input alone
+        """Return the layer as a call with this input and output has it, each examples first."""
+        return self
 
     def as_stored(self, weight: Tensor) -> Tensor:
         """Arrange a weight (groups, d_out, d_in) as the layer's parameter stores it.

@@ -144,7 +144,7 @@ class RowInputs:
             self._refuse("the examples do not come first in its input")
             return None
         # a layer may be written to afterwards, and what the gradient meets must be what entered
-        plain = self._layer.activation_rows(entered.detach().clone())
+        plain = self._layer.of_call(entered, output).activation_rows(entered.detach().clone())
         return watch_gradient(output, partial(self._arrive, plain))
 
     def _arrive(self, inputs: Tensor, gradient: Tensor) -> None:

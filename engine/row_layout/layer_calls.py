@@ -107,19 +107,19 @@ def called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Mo
 
 
 def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the tensor that a module was called with first.
+    """Return the tensor that entered a module.
 
     Args:
         args: Positional arguments of the call.
-        kwargs: Its keyword arguments, whose first counts where there are no positional ones.
+        kwargs: Its keyword arguments, whose `input`, or else first, counts where there are no positional ones.
 
     Returns:
         The tensor, of any shape.
 
     Raises:
-        TypeError: If the first argument is not a tensor.
+        TypeError: If that argument is not a tensor.
     """
-    entered = args[0] if args else next(iter(kwargs.values()))
+    entered = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
     if not isinstance(entered, Tensor):
         raise TypeError(f"a treated layer was called with {type(entered).__name__} instead of a tensor")
     return entered

@@ -329,6 +329,7 @@ def _scratch(call: Call, seen: int, examples: int, workspace: Workspace) -> int:
         return max(gradient // layer.fan_out * layer.fan_in, gradient)
     if not layer.batch_first(entered, seen):
         return 0  # it will be declared
+    layer = layer.of_call(entered, output)
     scratch = max(layer.geometry((examples, *entered.shape[1:])).scratch(workspace.machine.device), gradient)
     if not workspace.options.collection.exact_trace:
         return scratch

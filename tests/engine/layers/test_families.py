@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from engine.factors.factor_set import FactorSet
 from engine.layers.coverage import survey
-from tests.oracles import collect, ggn_block, kronecker, relative_error, row_vector, stacked
+from tests.oracles import collect, ggn_block, kronecker, relative_error, require_traces, row_vector, stacked
 
 EXACT = 1e-12
 
@@ -218,12 +219,62 @@ def test_running_statistics_of_an_instance_norm_are_declared() -> None:
     assert [layer.reason for layer in found.declared] == ["unsupported_layer"]
 
 
-def test_output_size_of_a_transposed_convolution_is_declared() -> None:
-    class Sized(Averaged):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x, output_size=[12]).flatten(2).mean(2)
+class Sized(nn.Module):
+    """A transposed convolution whose calls fix the sizes of their outputs."""
 
-    model = nn.Sequential(Sized(nn.ConvTranspose1d(2, 3, 3, stride=2)), nn.Linear(3, 2)).double()
-    x, y = torch.randn(4, 2, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    whole = collect(model, [(x, y)], "regression")
-    assert [(layer.name, layer.reason) for layer in whole.declared] == [("0.conv", "several_inputs")]
+    def __init__(self, conv: nn.Module, *sizes: list[int] | None, pool: bool) -> None:
+        super().__init__()
+        self.conv, self.sizes, self.pool = conv, sizes, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.cat([self.conv(output_size=each, input=x).flatten(2) for each in self.sizes], 2)
+        return parts.mean(2) if self.pool else parts.transpose(1, 2)
+
+
+SIZED = [
+    (nn.ConvTranspose1d, {"stride": 3}, (5,), [16]),
+    (nn.ConvTranspose1d, {"stride": 3, "padding": 1, "output_padding": 2}, (5,), None),
+    (nn.ConvTranspose1d, {"stride": 3, "padding": 4, "output_padding": 2}, (5,), [8]),
+    (nn.ConvTranspose2d, {"stride": (2, 3), "padding": 1, "dilation": (2, 1), "bias": False}, (3, 4), [8, 11]),
+    (nn.ConvTranspose3d, {"stride": 2, "padding": 1}, (2, 3, 2), [4, 5, 3]),
+]
+
+
+@pytest.mark.part(of=10, by=("kind",))
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("kind", "options", "extent", "size"), SIZED)
+def test_a_call_of_a_transposed_convolution_may_fix_its_output_size(
+    kind: type[nn.Module], options: dict[str, object], extent: tuple[int, ...], size: list[int] | None, sharing: str
+) -> None:
+    torch.manual_seed(0)
+    model = Sized(kind(2, 3, 3, **options), size, pool=sharing == "reduce").double()
+    x = torch.randn(4, 2, *extent, dtype=torch.float64)
+    y = torch.randn_like(model(x)).detach()
+    bias = "conv.bias" if options.get("bias", True) else None
+    arrange = row_vector("conv.weight", bias)
+
+    def transposed(jacobian: dict[str, Tensor]) -> Tensor:
+        return arrange({**jacobian, "conv.weight": jacobian["conv.weight"].transpose(1, 2)})
+
+    truth = ggn_block(model, x, y, "mse", ("conv.weight",) if bias is None else ("conv.weight", bias), transposed)
+    whole = collect(model, [(x, y)], "regression", sharing=sharing)
+    assert whole.declared == ()
+    assert relative_error(kronecker(whole, "conv"), truth) < EXACT
+
+
+def test_calls_of_a_transposed_convolution_have_output_sizes_of_their_own() -> None:
+    torch.manual_seed(0)
+    conv, sizes = nn.ConvTranspose1d(4, 6, 3, stride=3).double(), ([15], None, [17])
+    x = torch.randn(4, 4, 5, dtype=torch.float64)
+
+    def run(*sizes: list[int] | None) -> FactorSet:
+        model = nn.Sequential(Sized(conv, *sizes, pool=False), nn.Tanh(), nn.Linear(6, 2).double())
+        y = torch.randn_like(model(x)).detach()
+        found = collect(model, [(x, y)], "regression", fisher="empirical", batch_size=3)
+        losses = ((model(x[n : n + 1]) - y[n : n + 1]).square().mean(2).sum() for n in range(4))
+        require_traces(model, found, losses, y[..., 0].numel())
+        return found
+
+    both, apart = run(*sizes), [run(size).load(0) for size in sizes]
+    mean = sum(count * each.A for count, each in zip((15, 15, 17), apart, strict=True)) / 47
+    assert relative_error(both.load(0).A, mean) < EXACT
