@@ -175,7 +175,8 @@ def measure(  # noqa: PLR0913 - the blocks of the job document, as a notebook wr
     """Run analyses on a model in this process; the model and its gradients are left as they were.
 
     Inside an initialised process group (``torch.distributed``) every rank calls this with its own part of the data, and
-    gets the results of all of them. Threads take turns, and the caller's autocast stays outside.
+    gets the results of all of them. Threads take turns, and none may use the model meanwhile but by this function. The
+    caller's autocast stays outside.
 
     Args:
         model: The model; it is measured on the device of its parameters.

@@ -117,7 +117,7 @@ class CurvatureSpectrum:
     trace: float | None
     """Sum of all eigenvalues; null with `trace: none` of a matrix that is known by its products alone."""
     trace_low: float | None
-    """Lower end of the trace's 95 % interval; null where the trace is exact."""
+    """Lower end of the trace's interval, of about 95 %; null where the trace is exact."""
     trace_high: float | None
     """Upper end of it."""
     negative_share: float | None

@@ -295,7 +295,7 @@ class ModelState:
         several = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return ModelChanged(
             f"a forward pass in evaluation mode must leave the parameters as they are, and that of `{self._of}` {does} "
-            f"`{names[0]}`{several}; do so before the model is measured, as by one forward pass, and not in `forward`",
+            f"`{names[0]}`{several} (or another thread does); do so before the model is measured, and not in `forward`",
             layer=names[0].rpartition(".")[0] or None,
             pointer="/model",
         )
