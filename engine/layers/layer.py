@@ -61,17 +61,9 @@ class Use:
         return replace(self, entered=None)
 
     def of_examples(self, start: int, stop: int) -> "Use":
-        """Restrict the call to a run of examples.
+        """Restrict the call to examples ``start`` to ``stop``, with views of their positions.
 
-        Args:
-            start: The first example.
-            stop: The example after the last one.
-
-        Returns:
-            The same call with views of their positions.
-
-        Raises:
-            ValueError: If the positions do not lie example by example.
+        ``ValueError`` if the positions do not lie example by example.
         """
         if self.owners is not None:
             raise ValueError("the positions of this call do not lie example by example")
@@ -98,8 +90,7 @@ def of_examples(tensor: Tensor, examples: int, start: int, stop: int) -> Tensor:
     Args:
         tensor: Rows of N examples, shape (N · l, …), the l rows of one example behind each other.
         examples: N.
-        start: The first example.
-        stop: The example after the last one.
+        start, stop: The first example, and the one after the last.
 
     Returns:
         A view, shape ((stop − start) · l, …).

@@ -107,17 +107,9 @@ def called(layers: Iterable[TreatedLayer]) -> Iterator[tuple[TreatedLayer, nn.Mo
 
 
 def entered_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the tensor that entered a module.
+    """Return the tensor, of any shape, that entered a module: the first argument, of named ones `input` or the first.
 
-    Args:
-        args: Positional arguments of the call.
-        kwargs: Its keyword arguments, whose `input`, or else first, counts where there are no positional ones.
-
-    Returns:
-        The tensor, of any shape.
-
-    Raises:
-        TypeError: If that argument is not a tensor.
+    ``TypeError`` if that argument is not a tensor.
     """
     entered = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
     if not isinstance(entered, Tensor):
@@ -162,14 +154,7 @@ def plain_of(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to.
-
-    Args:
-        tensor: A tensor of any shape.
-
-    Returns:
-        Autograd's count; 0 for an inference tensor, which keeps none.
-    """
+    """Return how often a tensor, of any shape, was written to; 0 of an inference tensor, which keeps no count."""
     return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own guard, with no other name
 
 
@@ -182,16 +167,7 @@ class InputOverwritten(Unwinding):
 
 
 def require_unwritten(entered: Tensor, read: int, layer: str) -> None:
-    """Require that nothing was written to an input since it was read.
-
-    Args:
-        entered: The input of a call, of any shape.
-        read: Its ``version`` when it was read.
-        layer: Name of the layer that it entered.
-
-    Raises:
-        InputOverwritten: If something was.
-    """
+    """Raise ``InputOverwritten`` if a layer's input, of any shape, was written to since its ``version`` was read."""
     if read != version(entered):
         raise InputOverwritten((layer,))
 
