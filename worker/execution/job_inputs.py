@@ -22,6 +22,7 @@ from engine.artifacts import Artifacts
 from engine.image_data import ImageData
 from engine.memory.plan import readable_bytes
 from engine.workspace import ModelInputs
+from worker.execution.data.byte_count import no_room
 from worker.execution.data.stream import DataRequest, DataStream
 from worker.execution.data.validation import validate_chunks
 from worker.execution.files.artifact_files import StoredFactors, find_factors
@@ -30,7 +31,7 @@ from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import ELEMENT_BYTES, read_header
 from worker.execution.loaded_model import LoadedModel
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, no_room
+from worker.execution.refusal import Refusal
 from worker.execution.resolve import resolve
 
 POINTER = "/natural_gradient/gradient/path"

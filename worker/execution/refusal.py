@@ -2,8 +2,6 @@
 
 from typing import Any, Literal, NoReturn
 
-from engine.memory.plan import readable_bytes
-
 Category = Literal["usage", "transient", "fatal"]
 
 
@@ -23,12 +21,6 @@ class Unavailable(Refusal):
     """Something outside did not answer; the same job may succeed later."""
 
     category: Category = "transient"
-
-
-def no_room(needed: str, most_bytes: int, pointer: str, remedy: str = "give it more (`memory.host`)") -> Refusal:
-    """Return the refusal of what takes more host memory than is left; ``needed`` says how much."""
-    left = f"{readable_bytes(most_bytes)} of host memory are left to this job"
-    return Refusal(f"{needed}, and {left}; {remedy}", pointer=pointer, code="budget_exceeded")
 
 
 def storable_text(text: str) -> str:

@@ -19,6 +19,12 @@ _TIMES_FILE = 4
 """Values of a file may take this many times its own size, or ``_FILE_BYTES``, the larger."""
 
 
+def no_room(needed: str, most_bytes: int, pointer: str, remedy: str = "give it more (`memory.host`)") -> Refusal:
+    """Return the refusal of what takes more host memory than is left; ``needed`` says how much."""
+    left = f"{readable_bytes(most_bytes)} of host memory are left to this job"
+    return Refusal(f"{needed}, and {left}; {remedy}", pointer=pointer, code="budget_exceeded")
+
+
 class Sized(Protocol):
     """A file with a name and a size."""
 

@@ -8,9 +8,9 @@ import torch
 from catalog.requests.inputs import SyntheticData
 from engine.memory.plan import readable_bytes
 from engine.model.state.generators import fold_seed
+from worker.execution.data.byte_count import no_room
 from worker.execution.data.forward_inputs import model_inputs
 from worker.execution.data.stream import Chunk, DataRequest, DataStream
-from worker.execution.refusal import no_room
 
 _CHUNK_NUMBERS = 2**22
 _COPIES = 4

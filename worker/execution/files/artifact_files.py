@@ -22,9 +22,10 @@ from catalog.record import plain
 from engine.artifacts import Artifacts, ReadOnly
 from engine.memory.plan import readable_bytes
 from engine.tensor_file import MEDIA_TYPE, Files, Sink, tensor_file_parts
+from worker.execution.data.byte_count import no_room
 from worker.execution.files.open_files import OpenFolder, ReadableFile
 from worker.execution.files.safetensors_header import read_header
-from worker.execution.refusal import Refusal, no_room, storable_text
+from worker.execution.refusal import Refusal, storable_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]{0,127}(/[A-Za-z0-9][\w.\-]{0,127}){0,3}", re.ASCII)
 Announce = Callable[[str, str, int, str], None]

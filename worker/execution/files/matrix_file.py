@@ -17,9 +17,10 @@ from engine.factors.factor_files import factor_file
 from engine.factors.factor_index import FORMAT, INDEX
 from engine.factors.factor_set import GIVEN_MATRIX, WHOLE_MATRIX
 from engine.memory.plan import readable_bytes
+from worker.execution.data.byte_count import no_room
 from worker.execution.files.open_files import ReadableFile
 from worker.execution.files.safetensors_header import ELEMENT_BYTES, TensorEntry, read_header
-from worker.execution.refusal import Refusal, names, no_room
+from worker.execution.refusal import Refusal, names
 
 _TOLERANCES = {
     torch.float64: 1e-10,

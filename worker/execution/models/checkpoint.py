@@ -15,6 +15,7 @@ from torch import nn
 
 from catalog.requests.inputs import DirectoryModel, Task, UploadedModel
 from engine.memory.plan import readable_bytes
+from worker.execution.data.byte_count import no_room
 from worker.execution.data.labels import class_names
 from worker.execution.files.open_files import OpenFolder
 from worker.execution.input_digests import weights_digest
@@ -30,7 +31,7 @@ from worker.execution.models.converted_tensors import convert
 from worker.execution.models.folder_files import list_unused_files, require_no_adapter
 from worker.execution.models.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from worker.execution.models.unsaved_state import unsaved_numbers
-from worker.execution.refusal import Refusal, names, no_room
+from worker.execution.refusal import Refusal, names
 
 _MAX_TOKENIZER_BYTES = 64 * 2**20
 _NUMBER_BYTES = 4

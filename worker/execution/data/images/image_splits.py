@@ -13,10 +13,11 @@ from torch import Tensor
 from catalog.requests.data_sources import ImageSplits
 from engine.image_data import SPLITS, ImageData
 from engine.memory.plan import readable_bytes
+from worker.execution.data.byte_count import no_room
 from worker.execution.files.open_files import OpenFile, OpenFolder
 from worker.execution.files.safetensors_header import TensorEntry, read_header, read_rows
 from worker.execution.loader_context import LoaderContext
-from worker.execution.refusal import Refusal, names, no_room
+from worker.execution.refusal import Refusal, names
 
 _POINTER = "/data/path"
 _CHUNK_BYTES = 16 * 2**20
