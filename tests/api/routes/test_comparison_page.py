@@ -124,7 +124,7 @@ def test_a_series_is_drawn_with_what_failed(page: Page, embedded: Embedded) -> N
     expect(listed.get_by_role("row").nth(3)).to_contain_text("/models/step2 holds no weights")
     expect(page.get_by_text("Checkpoints 5 and 6 could not be compared: not enough memory")).to_be_visible()
     listed.get_by_role("link", name="step1").click()
-    expect(page.locator("main dl.facts")).to_contain_text("of the series")
+    expect(page.locator("main dl.facts").first).to_contain_text("of the series")
 
 
 def test_a_series_under_way_shows_how_far_it_is(page: Page, embedded: Embedded) -> None:
