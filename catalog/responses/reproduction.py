@@ -19,6 +19,8 @@ _FACTOR = re.compile(r"(?:digest|trace|scale|relative_variance|relative_standard
 _SPECTRUM = re.compile(r"(lambda|kappa|clipped|residual|rungs|digest_eigenvectors)_[AG](_.*)?")
 _INPUTS = ("model_sha256", "data_sha256", "factors_sha256", "against_sha256")
 _OWN_FILES = ("memory_curve.json", "job.json", "results.json", "run/job.json", "run/results.json")
+_INDEX = "factors.index.json"
+"""It names files that are compared and facts that rows hold, in a form that versions add facts to."""
 _BASES = "factors/bases/"
 _CHOICES = "parts micro_batch offload sketched activation_checkpointing corrections rungs placement search training"
 _CARD = ("attention", "multiprocessors", "driver", "cublas", "cudnn", "cusolver")
@@ -62,7 +64,7 @@ class Reproduction:
     of: str
     """The job that was computed again, or the folder of the run."""
     equal: bool
-    """Whether every layer, summary and file is the same, to the bit."""
+    """Whether every layer, summary and file of numbers is the same, to the bit."""
     rows: int
     """Rows that were compared: one per layer and analysis."""
     differences: tuple[Difference, ...]
@@ -158,7 +160,8 @@ def _files(run: Run) -> dict[str, str] | None:
     """Return the files that equal runs have alike: not a divided job's for its pieces, nor the folder's own."""
     if run.files is None:
         return None
-    return {name: each for name, each in run.files.items() if name not in _OWN_FILES and not name.startswith(_BASES)}
+    alike = (name for name in run.files if name not in _OWN_FILES and not name.endswith(_INDEX))
+    return {name: run.files[name] for name in alike if not name.startswith(_BASES)}
 
 
 def _said_of_files(then: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
