@@ -15,7 +15,7 @@ NOTHING_READ = (
     "is neither a model's folder (config.json, *.safetensors) nor a file of data (.safetensors, .jsonl, .csv, "
     ".parquet, .txt); unpack archives, and convert pickles to safetensors"
 )
-"""What is said of a path without a file that the service reads."""
+"""The refusal of a path without a file that the service reads."""
 _PART_BYTES = 8 * 2**20
 _PATIENCE_SECONDS = 60
 _LEAST_PART_BYTES = 64 * 2**10

@@ -63,7 +63,7 @@ def frames_of(process: Any) -> Any:
 
 
 def assignment_of(process: Any) -> Any:
-    """What the child was given, of a run whose child says it."""
+    """The assignment of a run whose child writes it to its log."""
     said = [frame.message for frame in frames_of(process) if isinstance(frame, LogLine) and frame.level == "info"]
     return json.loads(said[0])
 
