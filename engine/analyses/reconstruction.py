@@ -241,7 +241,7 @@ class Reconstruction(LayerAnalysis[ReconstructionParams]):
             values[:cut] = ((columns * wide_product(factor, columns)).sum(0) / squares).sort().values
         if float(values[-1]) <= 0 and float(values[0]) < 0:
             raise BrokenFactors(
-                f"`{name}` has no positive eigenvalue, so that λ_max/κ_max cannot be a floor; did you mean its negative?",
+                f"`{name}` has no positive eigenvalue, so λ_max/κ_max cannot be a floor; did you mean its negative?",
                 layer=name,
                 pointer="/factors/path",
             )
