@@ -64,6 +64,7 @@ SCORED = "influence/"
 """The folder of scored queries, which a later attempt takes over beside a checkpoint."""
 _MARKERS = f"bases/*{stored_decompositions.DEVICE_ASKED}"
 _PART = ".part-"
+_DOCUMENT: TypeAdapter[JobDocument] = TypeAdapter(DOCUMENT)
 
 
 class ScratchFiles(ArtifactFiles):
@@ -168,10 +169,9 @@ def parse_document(document: Mapping[str, Any]) -> JobDocument:
     except ValueError as error:
         raise Refusal("the document holds NaN or Infinity; take ordinary numbers", pointer="") from error
     try:
-        parsed: JobDocument = TypeAdapter(DOCUMENT).validate_json(raw, strict=True)
+        return _DOCUMENT.validate_json(raw, strict=True)
     except ValidationError as error:
         raise DocumentRefused(complaints(error.errors(include_url=False), DOCUMENT)) from error
-    return parsed
 
 
 def begin_attempt(assignment: Assignment, pipe: FramePipe, stop: StopFlag) -> Attempt:
