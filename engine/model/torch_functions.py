@@ -33,6 +33,11 @@ CONSTANTS = frozenset({"new_zeros", "new_ones", "new_full", "new_empty", "new_te
 """Operations of a tensor that take nothing from it but where it stands and of what type it is."""
 JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 """Operations that put tensors beside each other."""
+QUESTIONS = frozenset(
+    {Tensor.dim, Tensor.is_complex, Tensor.is_floating_point, Tensor.is_inference, Tensor.numel, Tensor.size}
+    | {Tensor.stride}
+)
+"""Methods of a tensor that tell of its form and not of its numbers."""
 
 
 @dataclass
@@ -139,7 +144,10 @@ def tensors_of(tree: object) -> Iterator[Tensor]:
         yield tree
     elif isinstance(tree, (tuple, list)):
         for part in tree:
-            yield from tensors_of(part)
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, (tuple, list, dict)):
+                yield from tensors_of(part)
     elif isinstance(tree, dict):
         yield from tensors_of(tuple(tree.values()))
 

@@ -32,6 +32,7 @@ from engine.model.activation_memory import detach_view, storage_of, watch_gradie
 from engine.model.torch_functions import (
     JOINS,
     POINTWISE,
+    QUESTIONS,
     REARRANGED,
     VIEW_PROPERTIES,
     Operation,
@@ -126,6 +127,11 @@ class ParameterUseMode(Multiplying):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in QUESTIONS or func.__name__ == "__get__":
+            # half of all that is seen, and what is no tensor says nothing of gradients
+            answer = func(*args, **(kwargs or {}))
+            if not isinstance(answer, Tensor):
+                return answer
         operation = Operation(func, operation_name(func), args, kwargs or {})
         if operation.name == "backward":
             # what a checkpoint runs again within is to be seen too
