@@ -20,9 +20,10 @@ def main() -> None:
     """Import, say so, and fork what is asked for."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=int(sys.argv[1]))
     link.set_inheritable(False)
+    gc.disable()  # modules that are loaded are no garbage
     import_all()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     enlarge()
     link.send(b"ready")
     serve(link)

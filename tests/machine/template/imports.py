@@ -1,6 +1,7 @@
 """Imports of the template: modules that programs of this project spend their first seconds on."""
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ IMPORTED = (
     "sklearn.datasets",
     "worker.execution.__main__",
     "worker.execution.data.apart.table_program",
+    "worker.execution.data.texts.text_rows",
+    "worker.execution.models.builtin",
     "worker.execution.ranks.__main__",
     "kronoscope.cli.main",
     "worker.foreground.__main__",
@@ -92,11 +95,14 @@ def import_all() -> None:
     """Import what the programs need; nothing is computed, so no thread runs afterwards."""
     for name in IMPORTED:
         importlib.import_module(name)
+    from catalog import ANALYSES  # noqa: PLC0415 - after torch
     from worker.execution.job_inputs import DATA_SOURCES, MODEL_SOURCES  # noqa: PLC0415 - after torch
     from worker.execution.resolve import resolve  # noqa: PLC0415
 
     for loader in (*MODEL_SOURCES.values(), *DATA_SOURCES.values()):
         resolve(loader)
+    for analysis in ANALYSES.values():
+        pkgutil.resolve_name(analysis.implementation)
     for finalizer in list(finalize._registry):  # type: ignore[attr-defined]
         # torch takes its operators apart at the end of each program, which shows nobody anything and takes 40 ms
         finalizer.atexit = False
