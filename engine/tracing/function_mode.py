@@ -128,10 +128,9 @@ class ParameterUseMode(Multiplying):
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in QUESTIONS or func.__name__ == "__get__":
-            # half of all that is seen, and what is no tensor says nothing of gradients
             answer = func(*args, **(kwargs or {}))
             if not isinstance(answer, Tensor):
-                return answer
+                return answer  # half of all that is seen
         operation = Operation(func, operation_name(func), args, kwargs or {})
         if operation.name == "backward":
             # what a checkpoint runs again within is to be seen too
