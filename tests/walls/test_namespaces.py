@@ -102,11 +102,13 @@ with trial_job(settings) as first, trial_job(settings) as second:
         told["neighbour"] = json.loads(next(lines))
         told["neighbour's end"] = beside.wait(60)
     told["kept"] = [path.read_text() for path in (theirs / "table.json", kept)]
-told["running"] = [
-    each.name for each in Path("/proc").glob("[0-9]*")
-    if each.name != str(os.getpid()) and each.stat().st_uid == os.getuid()
-    and "State:\\tZ" not in (each / "status").read_text()
-]
+def runs(each):
+    try:
+        return each.stat().st_uid == os.getuid() and "State:\\tZ" not in (each / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it ended meanwhile
+
+told["running"] = [each.name for each in Path("/proc").glob("[0-9]*") if each.name != str(os.getpid()) and runs(each)]
 print(json.dumps(told))
 """
 
