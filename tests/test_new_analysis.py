@@ -108,6 +108,7 @@ def sharpness(rows: list[Any]) -> dict[str, Any]:
     return {row["layer"]: row["metrics"] for row in rows if row["kind"] == "sharpness"}
 
 
+@pytest.mark.part(of=2, law="two files are a new analysis")
 def test_two_files_and_a_word_are_all(product: Product) -> None:
     listed = product.run("menu")
     assert "The largest eigenvalue of each layer's curvature." in " ".join(listed.stdout.split())
@@ -145,6 +146,7 @@ def test_the_plan_has_its_bytes_and_seconds(product: Product) -> None:
     assert stage["host_bytes"] >= max(terms.values())
 
 
+@pytest.mark.part(of=2, law="two files are a new analysis")
 def test_numbers_are_those_of_the_dense_block(product: Product, foreground: dict[str, Any]) -> None:
     stored = load_factors(product.folder / "out" / "artifacts" / "factors")
     rows = sharpness(foreground["layers"])

@@ -1,5 +1,6 @@
 """Laws: the test functions of a run, with the cases that a landing and a nightly run have of each.
 
+Functions that try one law in several ways share it: `@pytest.mark.part(of=3, law="a killed job goes on")`.
 A law may have no case in a landing only where its mark names the tests that hold the same there:
 `@pytest.mark.nightly(covered_by="tests/chaos/test_kill_matrix.py::test_it")`. Fault kinds are those of the campaign
 (`tests.chaos.fault_kinds`), each with the tests that bring it about.
@@ -22,7 +23,7 @@ class Law:
     """A test function, and how many of its cases run."""
 
     name: str
-    """Its file and its function, as in a node id."""
+    """Its file and its function, as in a node id; of several functions, their file and their law."""
     landing: int
     nightly: int
     covered_by: tuple[str, ...] = ()
@@ -35,8 +36,16 @@ class Law:
 
 
 def law_of(nodeid: str) -> str:
-    """Return the name of a case's law: its node id without the parameters."""
+    """Return the name of a case's function: its node id without the parameters."""
     return nodeid.partition("[")[0]
+
+
+def law_of_item(item: pytest.Item) -> str:
+    """Return the name of a case's law: the one that its mark names, or its function."""
+    for marker in item.iter_markers("part"):
+        if "law" in marker.kwargs:
+            return f"{item.nodeid.partition('::')[0]}::{marker.kwargs['law']}"
+    return law_of(item.nodeid)
 
 
 def list_laws(collected: Iterable[pytest.Item], chosen: Iterable[pytest.Item]) -> list[Law]:
@@ -49,10 +58,10 @@ def list_laws(collected: Iterable[pytest.Item], chosen: Iterable[pytest.Item]) -
     nightly: dict[str, list[pytest.Item]] = {}
     for item in collected:
         if not any(item.get_closest_marker(each) for each in ELSEWHERE):
-            nightly.setdefault(law_of(item.nodeid), []).append(item)
+            nightly.setdefault(law_of_item(item), []).append(item)
     in_landing: dict[str, int] = {}
     for item in chosen:
-        name = law_of(item.nodeid)
+        name = law_of_item(item)
         in_landing[name] = in_landing.get(name, 0) + 1
     return [Law(name, in_landing.get(name, 0), len(items), _covering(items)) for name, items in nightly.items()]
 
@@ -77,7 +86,7 @@ def find_gaps(
         chosen: Node ids of the cases that a landing has.
         kinds: Fault kinds, with the node ids of the tests that bring them about.
     """
-    present = {*chosen, *(law.name for law in laws if law.landing)}
+    present = {*chosen, *map(law_of, chosen)}
     gaps = []
     for law in laws:
         if not law.landing and not law.covered_by:

@@ -2,8 +2,10 @@
 
 `@pytest.mark.part(of=4)` leaves of a grid a quarter of its cases, others for each commit, and always one with each
 value of each parameter. `by=("form", "pair.kind")` keeps the values of these alone; `by=()` is for examples of one
-kind, of which only the first always runs; `per="file"` chooses whole files, whose cases share a server. The choice is
-printed, and repeated by `--part COMMIT`; `--part all` leaves every case, and every test marked `nightly`.
+kind, of which only the first always runs; `per="file"` chooses whole files, whose cases share a server. The functions
+of a file that try one thing in several ways, each with programs of its own, are such examples where their marks name
+that: `law="a killed job goes on"`. The choice is printed, and repeated by `--part COMMIT`; `--part all` leaves
+every case, and every test marked `nightly`.
 """
 
 import hashlib
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine.laws import find_gaps, is_whole, law_of, list_laws
+from tests.machine.laws import find_gaps, is_whole, law_of_item, list_laws
 
 ALL = "all"
 
@@ -59,8 +61,9 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
             left.append(item)
             continue
         markers = list(item.iter_markers("part"))
-        begun = law_of(item.nodeid) in seen
-        known = seen.setdefault(law_of(item.nodeid), set())
+        law = law_of_item(item)
+        begun = law in seen
+        known = seen.setdefault(law, set())
         stays = not begun or all(
             is_chosen(part, _chosen_by(item, marker), marker.kwargs["of"]) or not _values(item, marker) <= known
             for marker in markers
@@ -87,7 +90,7 @@ def _values(item: pytest.Item, marker: pytest.Mark) -> set[tuple[str, str]]:
     callspec = getattr(item, "callspec", None)
     parameters = {} if callspec is None else callspec.params
     values = set()
-    for name in marker.kwargs.get("by", parameters):
+    for name in marker.kwargs.get("by", () if "law" in marker.kwargs else parameters):
         value = parameters
         for part in name.split("."):
             value = value[part] if value is parameters else getattr(value, part)

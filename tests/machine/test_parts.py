@@ -45,6 +45,15 @@ def test_marks_of_a_test_and_of_a_value(form, size):
 def test_files(number, dialect):
     pass
 
+@pytest.mark.part(of=10**9, law="ends well")
+def test_one_way():
+    pass
+
+@pytest.mark.part(of=10**9, law="ends well")
+@pytest.mark.parametrize("number", range(8))
+def test_other_ways(number):
+    pass
+
 @pytest.mark.nightly
 def test_long():
     pass
@@ -76,14 +85,14 @@ def collected(folder: Path, *options: str, within: str = ".") -> tuple[set[str],
 def test_a_commit_has_its_part_and_all_of_them_are_everything(tmp_path: Path) -> None:
     assert "part: a (again: --part a;" in collected(tmp_path, "-v", "--part", "a")[1]
     first, _ = collected(tmp_path, "--part", "a")
-    assert {"test_short", "test_grid[0]"} <= first
-    assert "test_long" not in first
-    assert 27 <= len(first) <= 71
+    assert {"test_short", "test_grid[0]", "test_one_way"} <= first
+    assert not {each for each in first if "test_long" in each or "test_other_ways" in each}
+    assert 28 <= len(first) <= 72
     assert collected(tmp_path, "--part", "a")[0] == first
     second, _ = collected(tmp_path, "--part", "b")
     assert second != first
     everything, _ = collected(tmp_path, "--part", "all")
-    assert len(everything) == 132
+    assert len(everything) == 141
     assert "test_long" in everything
 
 
@@ -112,5 +121,5 @@ def test_a_run_of_all_tests_fails_where_a_law_has_no_case(tmp_path: Path) -> Non
     assert "tests/test_it.py::test_long has no case in a landing" in output
     assert "1 error" in output
     everything, output = collected(tmp_path, "tests", "--part", "all", within="tests")
-    assert len(everything) == 132
+    assert len(everything) == 141
     assert "error" not in output

@@ -110,6 +110,7 @@ def mapped_libraries(pid: int) -> str:
 @pytest.mark.real_programs
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_it_does_a_job_to_the_end_without_torch(
     worker: Any, submitted: Any, job: Any, eventually: Any, command: list[str]
 ) -> None:
@@ -128,6 +129,7 @@ def test_it_does_a_job_to_the_end_without_torch(
     assert "worker ends" in [line["event"] for line in process.lines()]
 
 
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_the_wakeup_is_answered_before_any_poll(
     worker: Any, submitted: Any, job: Any, eventually: Any, ledger: Engine, broker: str
 ) -> None:
@@ -141,6 +143,7 @@ def test_the_wakeup_is_answered_before_any_poll(
             ring(ledger, broker)  # for nothing
 
 
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_every_worker_hears_a_wakeup(
     worker: Any, submitted: Any, job: Any, eventually: Any, ledger: Engine, broker: str, gated: Any
 ) -> None:
@@ -155,6 +158,7 @@ def test_every_worker_hears_a_wakeup(
     gated.open()
 
 
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_what_a_worker_hands_back_another_takes_at_once(
     worker: Any, submitted: Any, job: Any, eventually: Any, gated: Any
 ) -> None:
@@ -171,6 +175,7 @@ def test_what_a_worker_hands_back_another_takes_at_once(
     eventually(lambda: job(job_id).ended)
 
 
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_a_job_without_a_wakeup_is_found_by_the_poll(worker: Any, submitted: Any, job: Any, eventually: Any) -> None:
     process = worker(CELERY, KRONOSCOPE_POLL_SECONDS="0.5")
     eventually(lambda: process.said("ready"))
@@ -251,6 +256,7 @@ def test_sigterm_hands_the_job_back_and_another_worker_finishes_it(
     assert done.summary["capacity"]["coverage"]["covered_share"] == 1.0
 
 
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_under_slurm_a_job_is_handed_back_before_the_wall_time(  # noqa: PLR0917 - it takes what it needs
     worker: Any, submitted: Any, job: Any, eventually: Any, ended: Any, gated: Any, ledger_url: str, broker: str,
     tmp_path: Path,
@@ -314,6 +320,7 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
 
 @pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any, job: Any, command: list[str]) -> None:
     ids = [submitted(**USAGE) for _ in range(2)]
     process = worker(command, KRONOSCOPE_UNTIL_IDLE="1")
@@ -333,6 +340,7 @@ def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any,
     ],
     ids=["celery", "celery without redis", "kronoscope"],
 )
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: list[str], given: dict[str, str]) -> None:
     """Before Celery listens to signals, too, and while it looks for a broker."""
     process = worker(command, **given)
@@ -343,6 +351,7 @@ def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: li
 
 @pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
+@pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(
     worker: Any, submitted: Any, job: Any, gated: Any, command: list[str]
 ) -> None:

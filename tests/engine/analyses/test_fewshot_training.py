@@ -160,6 +160,7 @@ def test_slices_train_to_the_weights_of_the_undivided_episode(method: dict[str, 
     assert [each.accuracy for each in found.accuracies] == [each.accuracy for each in truth.accuracies]
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_blocks_that_are_computed_again_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     (plain, _), again = trained_once(), space()
 
@@ -173,6 +174,7 @@ def test_blocks_that_are_computed_again_train_to_the_same_bits(monkeypatch: pyte
     assert distance(weights(plain), weights(again)) == 0
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_a_budget_is_met_by_smaller_slices_and_never_slower_with_more() -> None:
     plans = TrainingPlans.of(space(images(per_class=10), batch_norm="frozen", width=64, n_query=8, pool="flatten"))
     ways = list(plans.ways())
@@ -211,6 +213,7 @@ def undisturbed() -> tuple[Workspace, tuple[list[LayerResult], FewshotTrainingSu
 
 @pytest.mark.part(of=8, by=())
 @pytest.mark.parametrize("stop_after", [9, 1, 5, 14])
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_a_killed_training_ends_with_the_same_bits(
     stop_after: int, undisturbed: tuple[Workspace, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +256,7 @@ def test_a_checkpoint_of_other_images_is_discarded(monkeypatch: pytest.MonkeyPat
     assert any("it was made under another images" in line for line in lines)
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of weights that is replaced under its name begins another training."""
     monkeypatch.setattr(checkpoints, "_SHARE", 0)
@@ -268,6 +272,7 @@ def test_a_checkpoint_of_other_weights_is_discarded(monkeypatch: pytest.MonkeyPa
     assert any("it was made under another weights" in line for line in lines)
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_every_seed_has_weights_and_draws_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator of the host reads 32 bits of a seed; by those alone all seeds would have the same masks."""
     drawn: list[tuple[float, ...]] = []
@@ -286,6 +291,7 @@ def test_every_seed_has_weights_and_draws_of_its_own(monkeypatch: pytest.MonkeyP
     assert len({weights_digest(each) for each in begun}) == len(seeds)
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without units for bfloat16 trains in float32, and has the same capability to torch."""
     monkeypatch.setattr(checkpoints, "_SHARE", 0)
@@ -301,6 +307,7 @@ def test_a_checkpoint_of_another_precision_is_discarded(monkeypatch: pytest.Monk
     assert any("it was made under another precision" in line for line in lines)
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_rows_are_the_parts_of_the_training() -> None:
     made = space(method="ProFOCT_cosine", batch_norm="frozen", gradient_accumulation_steps=3, **BRIEF)
     rows, summary = run(made)
@@ -384,6 +391,7 @@ def test_a_loss_that_is_not_finite_names_its_episode() -> None:
         run(space(learning_rate=1e300, optimiser="SGD"))
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_a_training_that_runs_out_of_memory_goes_on_by_a_lower_way(monkeypatch: pytest.MonkeyPatch) -> None:
     # the third episode is the one that fails
     truth, short = (space(batch_norm="frozen", num_epoch=1, n_episode=3) for _ in range(2))
@@ -444,6 +452,7 @@ def test_a_plan_without_epochs_counts_no_step() -> None:
     assert stages[0]["disk_bytes"] == 0
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_the_plan_names_what_a_dense_covariance_would_add() -> None:
     made = space(method="ProFOCT_cosine", pool="flatten", width=64)
     plan = estimate_training(made)
@@ -529,6 +538,7 @@ def test_fp16_on_a_cpu_names_its_field() -> None:
     assert caught.value.pointer == "/fewshot_training/amp_dtype"
 
 
+@pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_the_plan_of_the_tests_holds_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Differences of all queries to all classes, in pixels, are more than all else of a narrow network."""
     # images that are kept are none of the memory of a test

@@ -344,6 +344,7 @@ def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int)
 
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("changed", ["options", "model", "tensor", "manifest"])
+@pytest.mark.part(of=2, law="a checkpoint that does not belong is discarded")
 def test_a_checkpoint_that_does_not_belong_is_discarded(changed: str) -> None:
     params = SpectrumParams(of="ggn", **BRIEF)
     scratch, lines = MemoryArtifacts(), []

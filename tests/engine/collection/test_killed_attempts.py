@@ -71,6 +71,7 @@ def kills(moments: Moments) -> Iterator[Kill]:
 
 
 @pytest.mark.parametrize("setting", [*pair(SETTINGS), *pair(WRITES)[: None if ALL else 1]], ids=str)
+@pytest.mark.part(of=3, law="a killed attempt goes on with the same bits")
 def test_one_rank_is_killed_anywhere(setting: Setting, tmp_path: Path) -> None:
     truth = setting.undisturbed(folder=tmp_path / "undisturbed")
     moments = Moments(tmp_path / "first", tmp_path / "moments")
@@ -164,6 +165,7 @@ FEW = [Setting("plain", "ekfac", 3), pytest.param(pair(SETTINGS)[0], marks=pytes
 
 
 @pytest.mark.parametrize("setting", SETTINGS if ALL else FEW, ids=str)
+@pytest.mark.part(of=3, law="a killed attempt goes on with the same bits")
 def test_two_ranks_are_killed_anywhere(setting: Setting, tmp_path: Path) -> None:
     found = run_ranks(2, campaign, 2, tmp_path, [setting], most_seconds=3600 if ALL else 300)
     for rank, results in enumerate(found):

@@ -69,6 +69,7 @@ def require_foreseen(make: Callable[[], Workspace], least: float = LEAST, most: 
 
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.part(of=2, law="what a pass holds is planned")
 def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
     require_foreseen(lambda: sequences(RECURRENT[name]()))
 
@@ -87,6 +88,7 @@ class Squashed(nn.Module):
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("check", ["off", "growing"])
 @pytest.mark.parametrize("width", [512])
+@pytest.mark.part(of=2, law="what a pass holds is planned")
 def test_gradients_that_are_made_by_example_are_planned(width: int, check: str) -> None:
     def make() -> Workspace:
         torch.manual_seed(0)
@@ -104,6 +106,7 @@ class Planned(Exception):
     """Ends a collection once its plan stands."""
 
 
+@pytest.mark.part(of=2, law="what a pass holds is planned")
 def test_shapes_alone_foresee_the_same_steps() -> None:
     made = sequences(RECURRENT["LSTM"]())
     alone = plan_job(sequences(RECURRENT["LSTM"]()))
@@ -120,6 +123,7 @@ def test_shapes_alone_foresee_the_same_steps() -> None:
 
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("options", [{"fisher": "mc", "samples": 3}, {"fisher": "type2"}])
+@pytest.mark.part(of=2, law="what a pass holds is planned")
 def test_a_graph_that_other_directions_need_is_planned_whole(options: dict[str, Any]) -> None:
     def make() -> Workspace:
         torch.manual_seed(0)

@@ -19,6 +19,7 @@ from tests.engine.semiseparable.structures import REAL, SCALES, covariance, sss,
     ("name", "kind"),
     [("kfac_A", TridiagonalLowRank), ("kfac_G", TridiagonalLowRank), ("exp_4", BlockSSS), ("cauchy", BlockSSS)],
 )
+@pytest.mark.part(of=3, law="the best structure within the bytes is chosen")
 def test_the_smallest_error_within_the_bytes_wins(name: str, kind: type) -> None:
     dense = matrices()[name]
     choice = choose(dense)
@@ -35,6 +36,7 @@ def test_the_smallest_error_within_the_bytes_wins(name: str, kind: type) -> None
         assert f"{each.name}: {each.relative_error:.3g} in {each.size_bytes:,} bytes" in choice.why
 
 
+@pytest.mark.part(of=3, law="the best structure within the bytes is chosen")
 def test_the_fewest_bytes_within_a_tolerance_win() -> None:
     dense = matrices()["kfac_A"]
     choice = choose(dense, tolerance=0.05)

@@ -38,6 +38,7 @@ def imputed(dense: Tensor, rank: int, sweeps: int) -> float:
 
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.part(of=3, law="the error falls and beats the copied recipe")
 def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
     dense = matrices()[name]
     rank = default_rank(512)

@@ -241,6 +241,7 @@ def test_modules_are_left_as_they_were() -> None:
         ("ResNet34", "feti", {None: 10935}),
     ],
 )
+@pytest.mark.part(of=2, law="peaks are those that were found another way")
 def test_peaks_at_224_are_those_that_were_found_another_way(name: str, stem: str, peaks: dict[int | None, int]) -> None:
     memory = StepMemory(episode_step(name, 224, stem=stem, shots=5, queries=16))
 
@@ -248,6 +249,7 @@ def test_peaks_at_224_are_those_that_were_found_another_way(name: str, stem: str
         assert memory.peak(Way(chunk=chunk)).size_bytes / MIB == pytest.approx(known, rel=0.02)
 
 
+@pytest.mark.part(of=2, law="peaks are those that were found another way")
 def test_bfloat16_at_224_is_what_was_found_another_way() -> None:
     step = episode_step("ResNet34", 224, shots=5, queries=16, dtype=torch.bfloat16)
 

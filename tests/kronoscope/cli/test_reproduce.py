@@ -135,6 +135,7 @@ def require_first(found: dict[str, Any], first: Path, again: Path) -> None:
             assert said["largest"] == (pytest.approx(largest, rel=1e-12) if largest else None)
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_an_unchanged_run_is_equal_and_the_original_stays_as_it_is(original: Path, tmp_path: Path) -> None:
     first = original / "first"
     before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
@@ -171,6 +172,7 @@ FEWSHOT = {
     [["kind=[spectrum, natural_gradient, sensitivity]", "collection.ekfac=true"], ["shards=2"], FEWSHOT],
     ids=["every pass", "divided", "training"],
 )
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_other_ways_to_compute_are_equal_too(original: Path, tmp_path: Path, options: Any) -> None:
     document, changes = original / "stored.yaml", [part for each in options for part in ("--set", each)]
     if options is FEWSHOT:
@@ -187,6 +189,7 @@ def test_other_ways_to_compute_are_equal_too(original: Path, tmp_path: Path, opt
     assert json.loads(found.stdout)["rows"] == len(rows_of(first)) > 0
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_nothing_of_the_original_is_read_but_its_record(original: Path, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     for name in ("job.json", "results.json"):
@@ -213,6 +216,7 @@ def test_nothing_of_the_original_is_read_but_its_record(original: Path, tmp_path
     assert (lacking[0]["stage"], lacking[0]["layer"], lacking[0]["analysis"]) == ("layers", "4", "factors")
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_one_bit_of_one_weight_is_named(inputs: Path, tmp_path: Path) -> None:
     flip_bit(inputs)
     found = reproduced(inputs / "first", tmp_path / "again", code=4)
@@ -225,6 +229,7 @@ def test_one_bit_of_one_weight_is_named(inputs: Path, tmp_path: Path) -> None:
     require_first(found, inputs / "first", tmp_path / "again")
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_two_examples_that_are_exchanged_are_named(inputs: Path, tmp_path: Path) -> None:
     exchange_examples(inputs)
     found = reproduced(inputs / "first", tmp_path / "again", code=4)
@@ -248,6 +253,7 @@ def test_two_examples_that_are_exchanged_are_named(inputs: Path, tmp_path: Path)
         ),
     ],
 )
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_other_numerics_are_named(
     original: Path, tmp_path: Path, options: list[str], variables: dict[str, str], said: list[str]
 ) -> None:
@@ -263,6 +269,7 @@ def test_other_numerics_are_named(
         assert digests[0] == digests[1]
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_another_version_is_named_whether_numbers_differ_or_not(original: Path, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     for name in ("job.json", "results.json"):
@@ -274,6 +281,7 @@ def test_another_version_is_named_whether_numbers_differ_or_not(original: Path, 
     assert (found["equal"], found["circumstances"]) == (True, [f"torch: 2.0.1 then, {torch.__version__} now"])
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_the_command_says_it_in_sentences(inputs: Path, kronoscope: Run) -> None:
     flip_bit(inputs)
     done = kronoscope("reproduce", str(inputs / "first"), PYTHONPATH=str(inputs))
@@ -300,6 +308,7 @@ def test_a_model_or_data_that_is_gone_is_named_with_the_digests(inputs: Path, tm
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_what_is_no_run_that_has_succeeded_is_refused(original: Path, tmp_path: Path, kronoscope: Run) -> None:
     first = tmp_path / "copy"
     first.mkdir()
@@ -351,6 +360,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
         serving.communicate(timeout=300)
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_a_job_of_the_service_is_reproduced(service: tuple[Path, str], kronoscope: Run) -> None:
     home, url = service
     done = kronoscope("submit", str(home / "stored.yaml"), "--wait", "--json", "--url", url)
@@ -388,6 +398,7 @@ def test_a_job_of_the_service_is_reproduced(service: tuple[Path, str], kronoscop
     (home / "weights.safetensors").write_bytes(content)
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_cached_factors_are_not_used(service: tuple[Path, str]) -> None:
     document = {
         "kind": "capacity", "model": {"source": "builtin", "name": "digits_cnn"}, "task": {"type": "classification"},
@@ -410,6 +421,7 @@ def test_cached_factors_are_not_used(service: tuple[Path, str]) -> None:
     assert manifest["reproduction"]["equal"] is True
 
 
+@pytest.mark.part(of=3, law="a run is computed again")
 def test_a_job_over_stored_factors_is_reproduced_with_the_threads_it_had(
     service: tuple[Path, str], kronoscope: Run, folder: Path
 ) -> None:

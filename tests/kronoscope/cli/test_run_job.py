@@ -37,6 +37,7 @@ def ran(folder: Path, kronoscope: Run) -> Path:
     return folder / "out"
 
 
+@pytest.mark.part(of=2, law="a run leaves what it promises")
 def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None:
     job = json.loads((ran / "job.json").read_text())
     assert job["state"] == "succeeded"
@@ -99,6 +100,7 @@ def test_a_run_leaves_everything_it_promises(ran: Path, kronoscope: Run) -> None
     assert [row["metrics"] for row in found] == [row["metrics"] for row in fresh]
 
 
+@pytest.mark.part(of=2, law="a run leaves what it promises")
 def test_a_folder_has_results_as_a_job_of_a_service_has(ran: Path, kronoscope: Run) -> None:
     job, results = (json.loads((ran / name).read_text()) for name in ("job.json", "results.json"))
     shown = kronoscope("results", "out")
@@ -185,6 +187,7 @@ def test_an_output_folder_that_is_not_ours_is_left_alone(folder: Path, kronoscop
     assert (folder / "out" / "results.json").read_text() == "precious"
 
 
+@pytest.mark.part(of=2, law="a run leaves what it promises")
 def test_the_results_of_an_earlier_run_are_not_replaced_silently(folder: Path, kronoscope: Run) -> None:
     refused_before = kronoscope("run", "job.yaml", "--output", "out", "--set", "data.kwargs={width: 5}")
     assert refused_before.returncode == 2  # and leaves nothing that a second run would replace
@@ -201,6 +204,7 @@ def test_the_results_of_an_earlier_run_are_not_replaced_silently(folder: Path, k
 @pytest.mark.real_programs
 @pytest.mark.part(of=6, by=())
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.part(of=2, law="a run leaves what it promises")
 def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals) -> None:
     os.mkfifo(folder / "pid")
     changes = ["data.factory=mine_for_kronoscope:endless", f"data.kwargs={{path: {folder / 'pid'}}}"]
@@ -245,6 +249,7 @@ def test_the_menu_and_the_exit_codes_are_told(kronoscope: Run) -> None:
     assert "nothing answers at http://127.0.0.1:9" in nobody.stderr
 
 
+@pytest.mark.part(of=2, law="a run leaves what it promises")
 def test_stabilised_factors_are_read_as_factors_and_as_inverses(folder: Path, kronoscope: Run) -> None:
     both = ("--set", "kind=[factors, reconstruction]", "--set", "stabilisation.kappa_max=50")
     done = kronoscope("run", "job.yaml", "--output", "out", *both)

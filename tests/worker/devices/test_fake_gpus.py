@@ -15,6 +15,7 @@ MIB = 2**20
 ROOMY, TIGHT = 4096 * MIB, 300 * MIB
 
 
+@pytest.mark.part(of=2, law="a job goes on on another device")
 def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
     ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any
 ) -> None:
@@ -33,6 +34,7 @@ def test_a_job_that_outgrows_a_small_gpu_ends_on_a_larger_one(
 
 
 @pytest.mark.real_programs
+@pytest.mark.part(of=2, law="a job goes on on another device")
 def test_after_a_kill_the_job_goes_on_on_the_same_gpu_under_another_worker(
     ledger: Any, started: Any, submitted: Any, job: Any, eventually: Any, gated: Any
 ) -> None:

@@ -213,6 +213,7 @@ def undisturbed(undisturbed_frames: list[Frame]) -> list[Any]:
     return found
 
 
+@pytest.mark.part(of=3, law="a job that was stopped goes on")
 def test_killed_in_the_middle(undisturbed: list[Any], undisturbed_frames: list[Frame], tmp_path: Path) -> None:
     place = Place(tmp_path)
     kept = [frame for frame in place.killed_at_the_gate() if isinstance(frame, Progress) and frame.kept]
@@ -236,6 +237,7 @@ def test_killed_in_the_middle(undisturbed: list[Any], undisturbed_frames: list[F
     assert not place.scratch(2).exists()
 
 
+@pytest.mark.part(of=3, law="a job that was stopped goes on")
 def test_gradient_rows_survive_a_kill(tmp_path: Path) -> None:
     """More of them than outputs, so that triangles, too, are brought back to the same bits."""
     plain, place = Place(tmp_path / "plain"), Place(tmp_path / "killed")
@@ -323,6 +325,7 @@ def test_a_torn_checkpoint_is_said_to_be(undisturbed: list[Any], tmp_path: Path)
     assert any("discarded" in line and "safetensors" in line for line in lines)
 
 
+@pytest.mark.part(of=3, law="a job that was stopped goes on")
 def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[Any], tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.killed_at_the_gate()
@@ -338,6 +341,7 @@ def test_a_zombie_reaches_nothing_of_a_later_attempt(undisturbed: list[Any], tmp
     assert resumed_at(frames)[0] > 0
 
 
+@pytest.mark.part(of=3, law="a job that was stopped goes on")
 def test_killed_between_two_analyses(tmp_path: Path) -> None:
     kinds = ["factors", "capacity", "reconstruction"]
     document = {"kind": kinds, "keep": []}

@@ -78,6 +78,7 @@ def ending(process: subprocess.Popen[bytes]) -> list[Frame]:
     return frames
 
 
+@pytest.mark.part(of=2, law="a divided run goes on")
 def test_pieces_run_in_order_and_leave_an_ordinary_folder(runs: Runs) -> None:
     frames = ending(runs.start())
     assert isinstance(frames[-1], Finished)
@@ -96,6 +97,7 @@ def test_pieces_run_in_order_and_leave_an_ordinary_folder(runs: Runs) -> None:
     assert sorted(path.name for path in runs.output.iterdir()) == ["artifacts", "job.json", "log.jsonl", "results.json"]
 
 
+@pytest.mark.part(of=2, law="a divided run goes on")
 def test_a_damaged_piece_is_no_fault_of_factors_that_the_document_does_not_name(runs: Runs) -> None:
     last = ending(runs.start(damaged=True))[-1]
     assert isinstance(last, Failed)
@@ -110,6 +112,7 @@ def test_a_damaged_piece_is_no_fault_of_factors_that_the_document_does_not_name(
 
 @pytest.mark.real_programs
 @pytest.mark.parametrize("end", ["killed", "stopped", "stopped over a run without rows"])
+@pytest.mark.part(of=2, law="a divided run goes on")
 def test_a_run_that_did_not_end_goes_on_with_the_piece_under_way(runs: Runs, eventually: Any, end: str) -> None:
     if end == "stopped over a run without rows":
         assert isinstance(ending(runs.start({**DOCUMENT, "shards": 2}, count=2, fail=0))[-1], Failed)
@@ -138,6 +141,7 @@ def test_a_run_that_did_not_end_goes_on_with_the_piece_under_way(runs: Runs, eve
 
 
 @pytest.mark.real_programs
+@pytest.mark.part(of=2, law="a divided run goes on")
 def test_another_document_is_divided_anew(runs: Runs, eventually: Any) -> None:
     process = runs.start(wait=1)
     eventually(runs.here.exists)
@@ -149,6 +153,7 @@ def test_another_document_is_divided_anew(runs: Runs, eventually: Any) -> None:
     assert len(runs.job["pieces"]) == 2
 
 
+@pytest.mark.part(of=2, law="a divided run goes on")
 def test_a_piece_that_fails_is_named(runs: Runs) -> None:
     process = runs.start(fail=1)
     last = ending(process)[-1]

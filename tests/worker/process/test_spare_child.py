@@ -209,6 +209,7 @@ def held_to(walls: str, folder: Path, python: str) -> Confinement:
 
 @pytest.mark.part(of=16, by=())  # the walls of Compose are those of tests/walls/test_spare_child.py, in each landing
 @pytest.mark.parametrize("walls", WALLS)
+@pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_a_prepared_child_is_behind_the_same_walls_and_computes_the_same(
     spare: SpareChild, environment: dict[str, str], assignment: Any, walls: str, tmp_path: Path, python: str
 ) -> None:
@@ -260,6 +261,7 @@ def hears(task: Path) -> bool:
 
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("walls", WALLS)
+@pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_a_crash_is_that_of_the_job(
     spare: SpareChild, environment: dict[str, str], assignment: Any, walls: str, tmp_path: Path, python: str
 ) -> None:
@@ -274,6 +276,7 @@ def test_a_crash_is_that_of_the_job(
     assert not any(isinstance(each, (Finished, Failed)) for each in frames)
 
 
+@pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_a_stop_reaches_the_job(spare: SpareChild, environment: dict[str, str], assignment: Any) -> None:
     long = assignment("job")
     long["document"]["data"]["examples"] = 200_000
@@ -291,6 +294,7 @@ def test_a_stop_reaches_the_job(spare: SpareChild, environment: dict[str, str], 
 
 @pytest.mark.part(of=16, by=())  # what does not fit is asked of `unfit` below
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "GPU-none"), ("OPENBLAS_NUM_THREADS", "1")])
+@pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_what_the_imports_do_not_fit_is_computed_by_a_new_program(
     spare: SpareChild, environment: dict[str, str], assignment: Any, name: str, value: str
 ) -> None:

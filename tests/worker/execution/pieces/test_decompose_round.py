@@ -50,6 +50,7 @@ def rounds(run: Run) -> list[str]:
 
 
 @pytest.mark.parametrize("document", [ANALYSED, CORRECTED], ids=["analysed", "corrected"])
+@pytest.mark.part(of=2, law="pieces decompose as the undivided job does")
 def test_the_numbers_are_those_of_a_job_that_decomposes_by_itself(
     runner: Runner, decomposed: Counter[str], document: dict[str, Any]
 ) -> None:
@@ -74,6 +75,7 @@ def test_the_numbers_are_those_of_a_job_that_decomposes_by_itself(
     assert stage["planned_host_bytes"] > 0
 
 
+@pytest.mark.part(of=2, law="pieces decompose as the undivided job does")
 def test_what_is_damaged_is_computed_again(runner: Runner) -> None:
     run = runner.job("divided", ANALYSED, decompose_round="always")
     folder = next(each["path"] for each in run.pieces if each["piece"]["round"] == "decompose")

@@ -91,6 +91,7 @@ def test_the_results_are_those_of_the_undivided_job(runner: Runner, of: str) -> 
 
 @pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("shards", "block", "pieces"), [(3, 32, [(0, 7)]), (1, 2, [(0, 7)]), (2, 6, [(0, 6), (6, 7)])])
+@pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_there_are_as_many_pieces_as_collected_and_no_more_than_blocks(
     runner: Runner, shards: int, block: int, pieces: list[tuple[int, int]]
 ) -> None:
@@ -100,6 +101,7 @@ def test_there_are_as_many_pieces_as_collected_and_no_more_than_blocks(
     require_close(run, whole)
 
 
+@pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_texts_are_quoted_by_the_pieces(
     runner: Runner, saved: Callable[..., Path], minilm: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def last_attempt(run: Run, document: dict[str, Any]) -> dict[str, Any]:
     return {"document": document, **known}
 
 
+@pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_pieces_that_read_other_queries_or_other_data_are_refused(runner: Runner) -> None:
     document = {**asked(), "shards": 2}
     run = runner.job("divided", document)
@@ -161,6 +164,7 @@ def test_pieces_that_read_other_queries_or_other_data_are_refused(runner: Runner
     assert (refused.value.code, refused.value.pointer) == ("model_differs", "/model")
 
 
+@pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_queries_that_are_shuffled_anew_in_each_process_are_refused(
     runner: Runner, import_path: None, tmp_path: Path
 ) -> None:
@@ -194,6 +198,7 @@ class Stopping(StopFlag):
             raise StopRequested
 
 
+@pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_a_piece_plans_what_it_holds_and_goes_on_where_it_was_stopped(runner: Runner) -> None:
     document, run = {**asked(), "shards": 1}, runner.folder / "stopped"
     whole = runner.job("whole", document)
@@ -232,6 +237,7 @@ def test_a_piece_plans_what_it_holds_and_goes_on_where_it_was_stopped(runner: Ru
     assert {done for done, _ in shown} <= set(range(8))
 
 
+@pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_the_plan_of_a_piece_counts_the_scores_of_all_examples(runner: Runner) -> None:
     def planned(**options: Any) -> dict[str, Any]:
         given = {
