@@ -48,6 +48,17 @@ pytestmark = pytest.mark.skipif(
     reason="this kernel or container lets ordinary users make no namespaces, or not every user may read the project",
 )
 
+RUNNING = """
+def runs(each):
+    try:
+        return each.stat().st_uid == os.getuid() and "State:\\tZ" not in (each / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it ended meanwhile
+
+told["running"] = [each.name for each in Path("/proc").glob("[0-9]*") if each.name != str(os.getpid()) and runs(each)]
+print(json.dumps(told))
+"""
+"""What still runs of a program's user, and the end of the program."""
 SERVICE = """
 import json, os, subprocess, sys, time
 from contextlib import closing
@@ -102,14 +113,6 @@ with trial_job(settings) as first, trial_job(settings) as second:
         told["neighbour"] = json.loads(next(lines))
         told["neighbour's end"] = beside.wait(60)
     told["kept"] = [path.read_text() for path in (theirs / "table.json", kept)]
-def runs(each):
-    try:
-        return each.stat().st_uid == os.getuid() and "State:\\tZ" not in (each / "status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # it ended meanwhile
-
-told["running"] = [each.name for each in Path("/proc").glob("[0-9]*") if each.name != str(os.getpid()) and runs(each)]
-print(json.dumps(told))
 """
 
 
@@ -139,7 +142,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, Any
     for name in ("neighbour.py", "attacks.py"):
         shutil.copy(PROGRAMS / name, place / name)
     arguments = [str(place), SECRET, str(place / "neighbour.py"), str(place / "attacks.py"), str(PACKAGES), str(ROOT)]
-    found: dict[str, Any] = printed(place, python, SERVICE, *arguments)
+    found: dict[str, Any] = printed(place, python, SERVICE + RUNNING, *arguments)
     return found
 
 
@@ -200,17 +203,11 @@ for name, program in {
                 child.kill()
         told[name] = [child.wait(60), said]
         assert list(child.frames()) == []
-told["running"] = [
-    each.name for each in Path("/proc").glob("[0-9]*")
-    if each.name != str(os.getpid()) and each.stat().st_uid == os.getuid()
-    and "State:\\tZ" not in (each / "status").read_text()
-]
-print(json.dumps(told))
 """
 
 
 def test_signals_reach_the_command_and_its_end_is_told_as_it_was(tmp_path: Path, python: str) -> None:
-    assert printed(tmp_path, python, ENDS, str(tmp_path)) == {
+    assert printed(tmp_path, python, ENDS + RUNNING, str(tmp_path)) == {
         "exit": [5, []],
         "abort": [128 + 6, []],
         "killed": [128 + 9, []],
