@@ -206,7 +206,10 @@ class ArtifactDamaged(FatalError):
     """A file is missing, or is not what was recorded."""
 
     kind, title = "artifact-damaged", "The file is damaged"
-    answer = "the stored file is not what was recorded, so it is not served"
+    answer = (
+        "the stored file is not what was recorded, so it is not served; put a copy with the recorded `sha256` in its "
+        "place, or compute the job again"
+    )
 
 
 class ClassesInvalid(UsageError):

@@ -92,7 +92,8 @@ class Sensitivity(LayerAnalysis[SensitivityParams]):
 
     def _step(self) -> None:
         self._steps += 1
-        self.workspace.ports.report(KIND, self._steps, None, "steps")
+        examples, size = self.workspace.inputs.examples, self.whole.collection.batch_size
+        self.workspace.ports.report(KIND, self._steps, None if examples is None else -(-examples // size), "batches")
 
     @property
     def _bytes_16(self) -> int:
