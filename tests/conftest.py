@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Dialect = Literal["sqlite", "postgresql"]
-POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=8, by=(), per="file")))
+POSTGRESQL_FIRST = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=16, by=(), per="file")))
 """Databases of rooms above the ledger, whose every statement the tests of `jobs` run on both."""
 _GROWN_BYTES = 8 * 2**20
 """Bytes of a database's tables, of rows that are deleted as well, from which on they are made anew."""

@@ -63,7 +63,7 @@ def test_the_import_contracts_hold(copied_tree: Path) -> None:
     assert re.search(r"Contracts: [1-9]\d* kept, 0 broken", report.stdout)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     ("planted_in", "line"),
     [
@@ -98,7 +98,7 @@ def test_catalog_needs_no_installed_package() -> None:
     assert done.stdout == "imported\n", done.stderr
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     "module",
     [

@@ -76,7 +76,7 @@ def test_the_page_is_that_of_the_stored_result() -> None:
     assert all(is_right(row) or reasons(row) for row in table.values())
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("model_type", checkpoints.QUICK)
 def test_a_checkpoint_is_right_through_the_service(model_type: str) -> None:
     row = checkpoints.judged(model_type, checkpoints.CASES[model_type])

@@ -112,7 +112,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def marked(page: Path) -> Any:
     """A page of the tests: the README always, others that a newcomer follows by the commit, the rest at night."""
-    sometimes = pytest.mark.part(of=6, by=()) if page.name in FOLLOWED else pytest.mark.nightly
+    sometimes = pytest.mark.part(of=12, by=()) if page.name in FOLLOWED else pytest.mark.nightly
     return pytest.param(page, marks=() if page.name == "README.md" else sometimes)
 
 

@@ -135,8 +135,8 @@ _BY_THE_OTHERS = pytest.mark.nightly(
     "extra",
     [
         "",
-        pytest.param("local", marks=pytest.mark.part(of=8, by=())),
-        pytest.param("api", marks=pytest.mark.part(of=8, by=())),
+        pytest.param("local", marks=pytest.mark.part(of=16, by=())),
+        pytest.param("api", marks=pytest.mark.part(of=16, by=())),
         pytest.param("worker", marks=_BY_THE_OTHERS),
         pytest.param("all", marks=_BY_THE_OTHERS),
     ],

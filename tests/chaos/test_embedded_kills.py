@@ -20,7 +20,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServic
     "process",
     [
         "first",
-        pytest.param("worker", marks=pytest.mark.part(of=6, by=())),
+        pytest.param("worker", marks=pytest.mark.part(of=12, by=())),
         # ended by the first process as a worker's end is noticed; of a job's processes the kill matrix has the child
         *(pytest.param(each, marks=pytest.mark.nightly) for each in ("api", "webhooks", *OF_A_JOB)),
     ],

@@ -80,7 +80,7 @@ def sizes(plan: Any) -> dict[tuple[str, ...], int]:
     }
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes_alone_give_the_plan_that_the_job_makes(name: str) -> None:
     make, inputs, targets, task, options = MODELS[name]
@@ -167,7 +167,7 @@ def within(host_bytes: int, *, scratch: bool = True) -> Any:
     return estimate(made)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("scratch", [True, False])
 def test_the_smallest_budget_is_accepted_and_a_mebibyte_less_is_not(
     monkeypatch: pytest.MonkeyPatch, scratch: bool

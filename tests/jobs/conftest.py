@@ -29,7 +29,7 @@ BODY: dict[str, Any] = {
 }
 
 ON_BOTH = pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
-POSTGRESQL_OFTEN = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=())))
+POSTGRESQL_OFTEN = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=8, by=())))
 """Databases of tests whose statements other tests of their file, marked `ON_BOTH`, run on SQLite in each landing."""
 
 

@@ -64,7 +64,7 @@ def test_mixed_precision_as_users_call_it() -> None:
     assert float(off_band.norm() / H.norm()) < 0.97  # of noise no more can be had
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("size", [1024, 2048])
 def test_levels_as_users_call_them(size: int) -> None:
     if size == 1024:
@@ -206,8 +206,8 @@ def test_ranks_multiply_together(options: dict[str, Any]) -> None:
         assert torch.allclose(found, wanted, atol=1e-3)
 
 
-@pytest.mark.part(of=8, by=("size", "z"))
-@pytest.mark.parametrize("size", [1, 40, 512, pytest.param(2048, marks=pytest.mark.part(of=8, by=()))])
+@pytest.mark.part(of=16, by=("size", "z"))
+@pytest.mark.parametrize("size", [1, 40, 512, pytest.param(2048, marks=pytest.mark.part(of=16, by=()))])
 @pytest.mark.parametrize("z", [0.7 + 0.1j, 1.3 + 1e-4j])
 def test_the_resolvent_is_that_of_the_dense_matrix(size: int, z: complex) -> None:
     v = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -79,7 +79,7 @@ def test_fishers_without_labels_do_not_look_at_probabilities(fisher: str) -> Non
         assert torch.equal(hard.factors[name].G, soft.factors[name].G)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("fisher", ["type2", "mc"])
 @pytest.mark.parametrize("scale", [1.0, 1.009, 0.992])
 def test_the_hessian_of_soft_labels_has_their_sum_and_nothing_else_of_them(fisher: str, scale: float) -> None:
@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("kind", list(BAD))
 def test_targets_that_cannot_be_used_are_refused_with_what_to_do(kind: str) -> None:
     y, task, said = BAD[kind]
@@ -287,7 +287,7 @@ def test_what_is_no_axis_is_refused() -> None:
             run(net(5), SEQUENCE, LABELS, **task)
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("order", [(4, 5, 6), (6, 5, 4)])
 @pytest.mark.parametrize("kinds", [("factors",), ("factors", "spectrum", "natural_gradient")])
 def test_a_later_batch_is_read_as_the_first(order: tuple[int, ...], kinds: tuple[str, ...]) -> None:

@@ -70,7 +70,7 @@ def require_traces(found: Measurement, exact: dict[str, float], rel: float = 1e-
         assert rows[layer].metrics.exact_trace == pytest.approx(truth, rel=rel)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     ("task", "size", "batched"),
     [

@@ -139,7 +139,7 @@ def test_files_that_were_announced_otherwise_are_no_entry(attempt: Attempt, ledg
     assert entries(ledger) == []
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("dialect", ["postgresql"])
 @pytest.mark.parametrize("step", [["ask_cache", KEY], ["fill_cache", KEY, FILES]])
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("statement", KEPT)
 @pytest.mark.parametrize(("role", "password"), [(API, "for api"), (WORKER, "for worker"), (WEBHOOKS, "for webhooks")])
 def test_no_role_keeps_bytes_of_its_own(roles: Roles, role: str, password: str, statement: str) -> None:

@@ -26,7 +26,7 @@ INJECTED = [
 ]
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("statement", INJECTED)
 @pytest.mark.parametrize("table", ["jobs", "artifacts", "api_keys", "tenants", "job_events", "layer_results"])
 def test_a_statement_that_declares_another_tenant_sees_nothing(roles: Roles, statement: str, table: str) -> None:

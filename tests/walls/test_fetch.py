@@ -249,7 +249,7 @@ LIES: dict[str, tuple[dict[str, Callable[[Hub], None]], int, str]] = {
 SLOW = {"dripping", "dripping header"}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_a_sentence_and_leaves_nothing(
     hub: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lie: str

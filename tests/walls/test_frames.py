@@ -98,7 +98,7 @@ def line(tmp_path: Path) -> Callable[[Any], list[str]]:
     return step
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_frame_beyond_its_bounds_ends_the_job_without_a_second_attempt(
     attempt: Attempt, line: Line, name: str

@@ -95,7 +95,7 @@ def held(reachable: Path) -> Callable[..., tuple[int, Excess | None]]:
 USERS = pytest.param(USER, marks=as_root), None
 
 
-@pytest.mark.part(of=16, by=("how",))
+@pytest.mark.part(of=32, by=("how",))
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("how", TOO_MUCH)
 def test_a_job_with_too_much_on_the_disk_is_ended_with_the_figure(held: Any, how: str, user: int | None) -> None:
@@ -117,7 +117,7 @@ def test_what_a_user_of_its_own_hides_is_found(held: Any, how: str) -> None:
     assert not list(Path("/dev/shm").glob("quota-*"))
 
 
-@pytest.mark.part(of=16, by=("how",))
+@pytest.mark.part(of=32, by=("how",))
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("how", ENOUGH)
 def test_a_job_within_its_limit_is_left_alone(held: Any, how: str, user: int | None) -> None:

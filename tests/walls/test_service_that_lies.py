@@ -117,7 +117,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
 }
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("lie", LIES)
 def test_every_call_ends_in_a_sentence(
     lying: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lie: str

@@ -26,7 +26,7 @@ __all__ = ["roles"]
 SEEN = {"webhooks", "webhook_deliveries"}
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("table", sorted(set(metadata.tables) - SEEN))
 @pytest.mark.parametrize("statement", ["SELECT * FROM {}", "SELECT count(*) FROM {}", "DELETE FROM {}"])
 def test_the_sender_reads_no_table_but_its_own(roles: Roles, table: str, statement: str) -> None:

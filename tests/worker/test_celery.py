@@ -108,7 +108,7 @@ def mapped_libraries(pid: int) -> str:
 
 
 @pytest.mark.real_programs
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 @pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_it_does_a_job_to_the_end_without_torch(
@@ -190,7 +190,7 @@ def test_without_redis_jobs_are_done_all_the_same(worker: Any, submitted: Any, j
     assert process.popen.poll() is None
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 def test_an_outdated_schema_is_refused_with_the_remedy(
     worker: Any, databases: Any, dialect: Any, command: list[str]
@@ -318,7 +318,7 @@ def test_a_worker_killed_with_minus_9_leaves_no_orphan_and_loses_no_job(
     assert second.said("reaped")
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 @pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any, job: Any, command: list[str]) -> None:
@@ -330,7 +330,7 @@ def test_until_idle_it_does_what_is_queued_and_ends(worker: Any, submitted: Any,
     assert "worker ends" in [line["event"] for line in process.lines()]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("command", "given"),
     [
@@ -349,7 +349,7 @@ def test_until_idle_with_nothing_queued_it_ends_at_once(worker: Any, command: li
     assert "worker ends" in [line["event"] for line in process.lines()]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("command", [CELERY, EMBEDDED], ids=["celery", "embedded"])
 @pytest.mark.part(of=2, law="a worker takes jobs and hands them back")
 def test_before_the_wall_time_it_hands_its_job_back_and_has_ended(

@@ -116,6 +116,7 @@ def finished(embedded: Embedded) -> str:
     return seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_job_page_shows_results(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     expect(page.get_by_role("heading", level=1)).to_have_text("digits_cnn")
@@ -128,6 +129,7 @@ def test_the_job_page_shows_results(page: Page, finished: str) -> None:
     expect(page.get_by_role("img", name="trainable parameters are covered")).to_be_visible()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_part_of_a_model_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
     job_id = seeding.partly_measured(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     page.goto(f"/#/jobs/{job_id}")
@@ -146,6 +148,7 @@ def test_a_part_of_a_model_does_not_look_like_a_success(page: Page, embedded: Em
     expect(page.locator(f'tr:has(a[href="#/jobs/{job_id}"]) .pill')).to_have_text("Partial, 35.1%")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_model_of_diagonals_does_not_look_like_one_of_blocks(page: Page, embedded: Embedded) -> None:
     job_id = seeding.of_diagonals(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     page.goto(f"/#/jobs/{job_id}")
@@ -165,6 +168,7 @@ def test_a_model_of_diagonals_does_not_look_like_one_of_blocks(page: Page, embed
     expect(pill).to_be_visible()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_starved_experts_and_those_that_no_token_reached_are_named(page: Page, embedded: Embedded) -> None:
     job_id = seeding.of_experts(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     experts = page.request.get(f"/v1/jobs/{job_id}").json()["coverage"]["experts"]
@@ -180,6 +184,7 @@ def test_starved_experts_and_those_that_no_token_reached_are_named(page: Page, e
     expect(card).to_contain_text("No token reached <b>experts</b>.down_proj[9].")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_where_a_factory_raised_stands_on_the_page(page: Page, embedded: Embedded) -> None:
     page.goto(f"/#/jobs/{seeding.failed_in_factory(embedded.engine, LOCAL_TENANT)}")
     card = page.get_by_role("alert", name="Failure")
@@ -190,6 +195,7 @@ def test_where_a_factory_raised_stands_on_the_page(page: Page, embedded: Embedde
     expect(page.get_by_text("SECRET")).to_have_count(0)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_what_was_not_read_as_it_stands_is_a_notice_on_the_page(page: Page, embedded: Embedded) -> None:
     job_id = seeding.noticed(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     page.goto(f"/#/jobs/{job_id}")
@@ -208,6 +214,7 @@ def reproduced(embedded: Embedded, original: str | None, digest: str) -> str:
     return claim.job_id
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_job_that_reproduces_another_says_whether_it_does(page: Page, embedded: Embedded) -> None:
     first = reproduced(embedded, None, "a")
     card = page.get_by_role("status", name="Reproduction")
@@ -220,6 +227,7 @@ def test_a_job_that_reproduces_another_says_whether_it_does(page: Page, embedded
     expect(card).to_have_count(0)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_refused_analysis_does_not_look_like_a_success(page: Page, embedded: Embedded) -> None:
     job_id = seeding.partly_refused(embedded.engine, embedded.artifacts, LOCAL_TENANT)
     page.goto(f"/#/jobs/{job_id}")
@@ -236,6 +244,7 @@ def test_a_refused_analysis_does_not_look_like_a_success(page: Page, embedded: E
     expect(row).to_have_attribute("title", re.compile("capacity: layer `features.0` has no curvature"))
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     page.get_by_role("button", name="features.3", exact=True).click()
@@ -294,6 +303,7 @@ def inked_rows(picture: Locator, x: float) -> list[float]:
     return rows
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_layer_chosen_before_the_spectra_are_there_is_the_one_that_is_opened(page: Page, finished: str) -> None:
     with held(page, "**/results"):
         page.goto(f"/#/jobs/{finished}")
@@ -303,6 +313,7 @@ def test_a_layer_chosen_before_the_spectra_are_there_is_the_one_that_is_opened(p
     expect(page.get_by_role("combobox", name="Layer")).to_have_value("features.3")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page, finished: str) -> None:
     with held(page, "**/v1/analyses"):
         with page.expect_request("**/v1/analyses"):
@@ -314,6 +325,7 @@ def test_a_view_that_was_left_before_it_was_there_does_not_come_back(page: Page,
     assert page.title().startswith("Jobs")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_rows_that_come_late_do_not_take_the_place_of_later_ones(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     page.add_init_script("Date.now = () => globalThis.later ?? 1_000_000_000_000")
@@ -336,6 +348,7 @@ def test_rows_that_come_late_do_not_take_the_place_of_later_ones(page: Page, emb
     expect(usual).to_be_visible()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     page.goto(f"/#/jobs/{claim.job_id}")
@@ -348,6 +361,7 @@ def test_a_cancellation_that_is_answered_late_does_not_undo_the_end(page: Page, 
     expect(ended).to_be_visible()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     page.goto("/")
@@ -369,6 +383,7 @@ def test_what_is_pressed_is_not_exchanged_before_it_is_let_go(page: Page, embedd
     attempt_endings.hand_back(embedded.engine, claim)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_how_long_a_job_will_take_is_what_the_service_says(page: Page, embedded: Embedded) -> None:
     claim = seeding.claimed(embedded.engine, LOCAL_TENANT)
     page.goto(f"/#/jobs/{claim.job_id}")
@@ -386,6 +401,7 @@ def test_how_long_a_job_will_take_is_what_the_service_says(page: Page, embedded:
     attempt_endings.hand_back(embedded.engine, claim)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str) -> None:
     picture = page.locator("#spectrum .picture")
     page.goto(f"/#/jobs/{finished}")
@@ -396,6 +412,7 @@ def test_a_spectrum_that_is_late_is_not_the_one_before(page: Page, finished: str
     expect(picture).to_have_attribute("aria-label", re.compile("features.3"))
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_list_that_fails_late_does_not_take_the_place_of_a_later_one(browser: Browser, embedded: Embedded) -> None:
     seeding.failed(embedded.engine, LOCAL_TENANT)
     with tab_of(browser, embedded) as tab:
@@ -414,6 +431,7 @@ def test_a_list_that_fails_late_does_not_take_the_place_of_a_later_one(browser: 
         expect(failed.first).to_be_visible()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_submission_whose_answer_was_lost_is_no_second_job(browser: Browser, embedded: Embedded) -> None:
     with tab_of(browser, embedded) as tab:
         tab.goto("/#/new")
@@ -434,6 +452,7 @@ def test_a_submission_whose_answer_was_lost_is_no_second_job(browser: Browser, e
         assert len(again.json()["items"]) == 2
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_file_that_came_at_last_has_its_note_again(browser: Browser, embedded: Embedded, finished: str) -> None:
     with tab_of(browser, embedded) as tab:
         tab.route("**/log", lambda route: route.fulfill(status=503, json={"detail": "The disk is asleep."}), times=1)
@@ -446,6 +465,7 @@ def test_a_file_that_came_at_last_has_its_note_again(browser: Browser, embedded:
         expect(file).to_contain_text("reproducibility record of every layer")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_an_answer_that_breaks_off_is_asked_for_again(browser: Browser, embedded: Embedded, finished: str) -> None:
     with tab_of(browser, embedded) as tab:
         tab.route("**/results", lambda route: route.fulfill(body='{"job": {', content_type="application/json"), times=1)
@@ -454,6 +474,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(browser: Browser, embedded
         expect(tab.locator("#spectrum .picture canvas")).to_be_visible()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     asked: list[float] = []
@@ -471,6 +492,7 @@ def test_a_service_without_room_for_one_more_who_waits_is_not_besieged(page: Pag
     attempt_endings.hand_back(embedded.engine, claim)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> None:
     page.clock.install()
     page.goto("/")
@@ -483,6 +505,7 @@ def test_a_service_that_has_fallen_silent_is_not_called_ready(page: Page) -> Non
 
 
 @pytest.mark.parametrize("path", ["**/results", "**/layers?*"])
+@pytest.mark.part(of=2, law="the page shows it")
 def test_what_cannot_be_had_for_a_moment_is_asked_for_again(
     browser: Browser, embedded: Embedded, finished: str, path: str
 ) -> None:
@@ -499,6 +522,7 @@ def test_what_cannot_be_had_for_a_moment_is_asked_for_again(
         expect(notice).to_have_count(0)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_models_spectrum_is_drawn_to_scale(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     card = page.get_by_role("region", name="Spectrum of the model")
@@ -539,6 +563,7 @@ def walk(page: Page, picture: Locator, count: int) -> list[tuple[float, float]]:
     return places[:-1]
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_table_sorts_by_keyboard_and_filters(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     expect(page.locator("table.layers tbody tr")).to_have_count(8)
@@ -582,6 +607,7 @@ def test_a_new_analysis_is_shown_by_its_record_alone(page: Page, monkeypatch: py
     ]
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_every_script_of_the_page_is_asked_for_at_once() -> None:
     """Modules that import each other come one after the other where nothing names them beforehand."""
     html = (DASHBOARD / "index.html").read_text()
@@ -594,6 +620,7 @@ def test_every_script_of_the_page_is_asked_for_at_once() -> None:
     assert named == own - {"scripts/app.js", "scripts/reference.js"} | {"scripts/analyses.js"}
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
     page.goto("/")
     told = page.evaluate("import('/dashboard/scripts/analyses.js').then((script) => script.ANALYSES)")
@@ -611,6 +638,7 @@ def test_the_pages_script_holds_what_the_catalog_says(page: Page) -> None:
     )
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     page.goto(f"/#/jobs/{claim.job_id}")
@@ -637,6 +665,7 @@ def test_a_running_job_moves_and_ends_before_the_eyes(page: Page, embedded: Embe
     expect(bar).to_have_count(0)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_job_that_is_queued_again_shows_what_its_checkpoint_holds(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     kept = {"stages": {"collection": 0.5}, "percent": 38.0}
@@ -663,6 +692,7 @@ def test_a_job_that_is_queued_again_shows_what_its_checkpoint_holds(page: Page, 
     expect(bar).to_have_attribute("aria-valuenow", "38")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_cancelling(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     page.goto(f"/#/jobs/{claim.job_id}")
@@ -687,6 +717,7 @@ def test_cancelling(page: Page, embedded: Embedded) -> None:
     expect(said.locator("code").last).to_have_text(f"kronoscope rerun {kept.job_id[-12:]}")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_what_a_cancelled_job_kept_is_counted_where_its_attempt_is_forgotten(page: Page, embedded: Embedded) -> None:
     claim = seeding.running(embedded.engine, LOCAL_TENANT)
     seeding.write_rows(embedded.engine, embedded.artifacts, claim, ("factors",))
@@ -697,6 +728,7 @@ def test_what_a_cancelled_job_kept_is_counted_where_its_attempt_is_forgotten(pag
     expect(said).to_contain_text("Kept: 8 rows of the layer table")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:
     page.goto(f"/#/jobs/{seeding.failed(embedded.engine, LOCAL_TENANT)}")
     alert = page.get_by_role("alert", name="Failure")
@@ -705,6 +737,7 @@ def test_a_failure_says_why(page: Page, embedded: Embedded) -> None:
     assert "SECRET" not in page.content()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
     document = {**seeding.DOCUMENT, "labels": {"note": MARKUP}}
     claim = seeding.claimed(embedded.engine, LOCAL_TENANT, document)
@@ -716,6 +749,7 @@ def test_names_from_the_server_are_text(page: Page, embedded: Embedded) -> None:
     assert page.title() != "broken"
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_figures_have_one_word_each_and_names_are_whole(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     expect(page.get_by_text("Sum of effective ranks", exact=True)).to_be_visible()
@@ -731,6 +765,7 @@ def test_figures_have_one_word_each_and_names_are_whole(page: Page, finished: st
     assert shown == ["∞", "–", "12.5"]
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
     page.goto("/")
     page.get_by_role("link", name="New job").first.click()
@@ -757,6 +792,7 @@ def test_the_list_and_a_submission(page: Page, embedded: Embedded) -> None:
     expect(page.locator("table.jobs tbody tr[data-state=queued]")).to_have_count(0)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_job_is_found_by_its_name_and_the_end_of_its_id(page: Page, embedded: Embedded) -> None:
     name = "a run & its <b>name</b>"
     made = submit(embedded.engine, LOCAL_TENANT, parse_document(seeding.raw({**seeding.DOCUMENT, "name": name}))).job
@@ -774,6 +810,7 @@ def test_a_job_is_found_by_its_name_and_the_end_of_its_id(page: Page, embedded: 
     expect(page.locator(".facts")).to_contain_text("digits_cnn")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     card = page.get_by_role("region", name="Memory", exact=True)
@@ -800,6 +837,7 @@ def test_the_memory_curve_is_drawn_beside_its_plan(page: Page, finished: str) ->
     expect(rows.nth(2)).to_contain_text("13 s")
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_what_is_not_all_is_not_called_all(page: Page) -> None:
     page.goto("/")
     shares = [1, 0.99999, 0.9996, 0.351, 0]
@@ -809,6 +847,7 @@ def test_what_is_not_all_is_not_called_all(page: Page) -> None:
     assert shown == ["100.0%", "99.9%", "99.9%", "35.1%", "0.0%"]
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_downloads(page: Page, finished: str) -> None:
     page.goto(f"/#/jobs/{finished}")
     with page.expect_download() as waiting:
@@ -818,6 +857,7 @@ def test_downloads(page: Page, finished: str) -> None:
 
 
 @pytest.mark.parametrize("width", [320, 480, 768])
+@pytest.mark.part(of=2, law="the page shows it")
 def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     for address, heading, last in (
@@ -832,6 +872,7 @@ def test_nothing_sticks_out_where_it_is_narrow(page: Page, finished: str, width:
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) -> None:
     context = browser.new_context(base_url=keyed.server.url)
     context.set_default_timeout(PATIENCE_MS)
@@ -855,6 +896,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, keyed: Keyed) 
     context.close()
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_job_that_no_device_can_hold_says_so(page: Page, embedded: Embedded) -> None:
     worker = Worker(id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=())
     device = Device(uuid="FAKE-a", kind="fake", name="fake GPU", capacity_bytes=1_000)
@@ -868,6 +910,7 @@ def test_a_job_that_no_device_can_hold_says_so(page: Page, embedded: Embedded) -
     forget(embedded.engine, worker.id)
 
 
+@pytest.mark.part(of=2, law="the page shows it")
 def test_a_job_that_waits_for_room_on_a_disk_says_so(page: Page, embedded: Embedded) -> None:
     reason = "its disk has 201 MB free, and it takes jobs from 268 MB on"
     worker = Worker(id=new_id(), node="node-1", process_space="s", version="0", slots=1, factories=(), paused=reason)

@@ -81,7 +81,7 @@ def test_nothing_was_exported_yet(ours: httpx.Client, job: str) -> None:
     problem(ours.get(f"/v1/jobs/{job}/exports/gptq"), 404)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     ("named", "params", "pointer"),
     [

@@ -145,7 +145,7 @@ def tenant_of(keyed: Keyed, key: str) -> str:
     return caller.tenant_id
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("share", [0, 1, 150_000, len(CONTENT) - 1])
 def test_what_came_before_a_cut_is_kept_and_is_no_upload(
     keyed: Keyed, ours: httpx.Client, fresh: str, share: int
@@ -262,7 +262,7 @@ def test_of_two_writers_one_is_refused(keyed: Keyed, ours: httpx.Client, fresh: 
     assert ours.post(f"{fresh}:complete").json()["complete"] is True
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     "name",
     [

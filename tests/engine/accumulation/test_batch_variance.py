@@ -116,7 +116,7 @@ def apart(examples: int, options: dict[str, Any]) -> tuple[list[list[tuple[np.nd
     return found, sizes
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     "options",
     [
@@ -183,7 +183,7 @@ def hooked(model: nn.Module, chunks: list[tuple[Tensor, Tensor]]) -> list[list[t
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.part(of=16, by=("decay",))
+@pytest.mark.part(of=32, by=("decay",))
 @pytest.mark.parametrize("sizes", [[4] * 8, [4, 4, 4, 4, 4, 1]])
 @pytest.mark.parametrize("decay", [None, 0.7])
 def test_plain_hooks_give_the_same(sizes: list[int], decay: float | None) -> None:
@@ -303,7 +303,7 @@ def test_factors_are_those_without_it_but_for_rounding() -> None:
             assert torch.allclose(one.G, other.G, rtol=1e-13, atol=1e-16)  # type: ignore[arg-type]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_slices_of_a_batch_are_one_batch(micro_batch: int) -> None:
     sliced = space()
@@ -348,7 +348,7 @@ def test_a_batch_that_is_halved_for_want_of_memory_counts_once(monkeypatch: pyte
     assert [figures(layer) for layer in halved.layers] == [figures(layer) for layer in collect_or_read(sliced).layers]
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.8, "fisher": "mc"}, {"nested": True, "update_freq": 2}])
 @pytest.mark.parametrize(
     ("parts", "stop_at"),

@@ -119,7 +119,7 @@ def check(whole: FactorSet, truth: dict[str, Tensor], terms: int) -> None:
     assert found == pytest.approx(expected, rel=EXACT)
 
 
-@pytest.mark.part(of=12, by=("way",))
+@pytest.mark.part(of=24, by=("way",))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the dry run, under no_grad
 @pytest.mark.parametrize(("fisher", "way"), [("empirical", "gram"), ("empirical", "product"), ("type2", "cheaper")])
 @pytest.mark.parametrize("make", [Language, Checkpointed, CheckpointedAnew])
@@ -134,7 +134,7 @@ def test_trace_of_sequence_layers_is_exact(
     check(collect(model, [(x, y)], "classification", fisher=fisher), squares(plain, x, y, fisher), 42)
 
 
-@pytest.mark.part(of=16, by=("gram",))
+@pytest.mark.part(of=32, by=("gram",))
 @pytest.mark.parametrize(("fisher", "numbers"), [("type2", 2**22), ("empirical", 2**22), ("empirical", 400)])
 @pytest.mark.parametrize("gram", [False, True])
 def test_trace_of_convolutions_is_exact_however_it_is_cut(
@@ -198,7 +198,7 @@ def test_each_group_of_a_convolution_has_its_own_trace(gram: bool, monkeypatch: 
     assert found == pytest.approx((totals / 5).tolist(), rel=EXACT)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_neither_sharing_nor_batches_change_the_trace(sharing: str, batch_size: int) -> None:

@@ -136,7 +136,7 @@ def made(run: Callable[[Any, Tensor], Tensor], data: list[Chunk], **options: Any
     return workspace(Toy(run), data, "classification", min_coverage=0.0, **{"fisher": "mc"} | options)
 
 
-@pytest.mark.part(of=16, by=("options",))
+@pytest.mark.part(of=32, by=("options",))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the dry run, of a checkpoint
 @pytest.mark.parametrize("options", [{}, {"exact_trace": False}, {"fisher": "type2"}, {"batch_variance": True}])
 @pytest.mark.parametrize("name", CASES)
@@ -196,7 +196,7 @@ UNDEFINED: dict[str, Callable[[Any, Tensor, Callable[[Tensor], Tensor]], Tensor]
 }
 
 
-@pytest.mark.part(of=14, by=("fisher",))
+@pytest.mark.part(of=28, by=("fisher",))
 @pytest.mark.parametrize("fisher", ["empirical", "type2"])
 @pytest.mark.parametrize("name", UNDEFINED)
 def test_an_undefined_gradient_counts_as_a_detached_output(name: str, fisher: str) -> None:

@@ -106,7 +106,7 @@ def trace(whole: FactorSet, name: str = "head") -> tuple[float | None, float | N
     return facts.exact_trace, facts.trace_standard_error
 
 
-@pytest.mark.part(of=16, by=("fisher",))
+@pytest.mark.part(of=32, by=("fisher",))
 @pytest.mark.parametrize("fisher", ["type2", "mc"])
 @pytest.mark.parametrize(
     "options",
@@ -156,7 +156,7 @@ def test_class_weights_and_smoothing_weigh_the_terms(smoothing: float) -> None:
     assert trace(sides[1]) == pytest.approx(trace(sides[0]), rel=EXACT)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_language_model(*, tied: bool) -> None:
     name = "transformer.wte" if tied else "lm_head"
@@ -250,7 +250,7 @@ def test_nested_sizes_are_those_of_the_first_examples() -> None:
         assert relative_error(side.to_dense(torch.float64), head(first).to_dense(torch.float64)) < EXACT
 
 
-@pytest.mark.part(of=8, by=("tied",))
+@pytest.mark.part(of=16, by=("tied",))
 @pytest.mark.parametrize("stop_at", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stopped_collection_ends_with_the_same_bits(
@@ -292,7 +292,7 @@ def test_half_precision_of_the_model_keeps_the_sums_precision() -> None:
     assert side.trace() == pytest.approx(truth.trace(), rel=1e-2)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("fisher", ["empirical", "type2"])
 def test_a_tied_head_that_does_not_fit_is_sketched_where_that_is_allowed(fisher: str) -> None:
     truth = collect_or_read(space(language_model(tied=True), texts(), "dense", fisher=fisher))

@@ -72,7 +72,7 @@ class Twice(nn.Module):
         return self.head(x.mean(2) if self.convolves else x)
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("kind", ["linear", "Conv1D", "layer norm", "convolution"])
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "mc", "ema_decay": 0.5}])
 def test_modules_that_share_all_are_one_module_called_again(kind: str, options: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize(("build", "options"), CASES)
 def test_a_table_and_its_head_are_the_nearest_product_of_both_uses(
     build: dict[str, Any], options: dict[str, Any]

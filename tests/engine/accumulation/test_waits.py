@@ -92,7 +92,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> 
     return found[-1]
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("exact_trace", [False, True])
 @pytest.mark.parametrize("kind", [bert, Encoder])

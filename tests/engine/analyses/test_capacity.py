@@ -126,7 +126,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_ordered_metrics_are_those_of_the_sorted_product(name: str) -> None:
     a, g = LAYERS[name]
@@ -230,7 +230,7 @@ def test_a_side_that_answers_for_itself_gives_what_its_matrix_would(scale: float
     assert over.effective_dimension == pytest.approx(truth.effective_dimension, rel=1e-10)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("rows", [16, 60])
 def test_a_softmax_head_too_large_for_eigenvalues_keeps_its_sums(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softmax_fisher, "DENSE_ROWS", 4)
@@ -293,7 +293,7 @@ def within(found: Any, truth: Any) -> None:
     assert found.decay.exponent == pytest.approx(truth.decay.exponent, rel=0.05)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("damping_g", [1e-4, 1e-11, 1e-18, 1e-30])
 def test_damping_below_what_a_large_head_answers_takes_the_rest_from_its_counted_eigenvalues(
     damping_g: float, monkeypatch: pytest.MonkeyPatch
@@ -447,7 +447,7 @@ def agrees(one: Any, other: Any) -> bool:
     return bool(null)
 
 
-@pytest.mark.part(of=20, by=())
+@pytest.mark.part(of=40, by=())
 @pytest.mark.parametrize("name", ["full", "deficient", "head", "few", "many batches"])
 def test_numbers_at_small_damping_are_not_drawn_by_the_rounding_of_the_sums(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -633,7 +633,7 @@ def all_metrics() -> dict[str, Any]:
     return measured(space())[0]
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", METRICS)
 def test_each_metric_can_be_asked_for_alone(name: str) -> None:
     whole = all_metrics()

@@ -146,7 +146,7 @@ def lambdas(G: Tensor, A: Tensor, form: str, damping: float = 1e-4) -> tuple[flo
     return (joint * mean_g / mean_a) ** 0.5, (joint * mean_a / mean_g) ** 0.5
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("net", NETS)
 def test_every_layer_is_that_of_explicit_kronecker_matrices(net: str) -> None:
     # of two models, so that A differs too; 1e-2 keeps the explicit inverses to ten digits
@@ -198,7 +198,7 @@ def _agree(found: Any, first: Tensor, second: Tensor, damped: tuple[Tensor, Tens
     agree(found, expected)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("net", NETS)
 def test_a_set_beside_itself_overlaps_wholly_and_has_no_distance(net: str) -> None:
     one = stored(net)

@@ -53,7 +53,7 @@ def sides(measured: Measurement) -> dict[str, dict[str, CompressedSide]]:
     }
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,7 +143,7 @@ def test_an_asymmetric_matrix_is_read_as_it_stands(tmp_path: Path) -> None:
         MatrixFile(saved(tmp_path, H=dense), "H", quiet, most_bytes=2 * dense.nbytes, symmetric=False)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("dtype", "scale"), SCALES)
 def test_a_job_records_the_true_error_at_every_scale(dtype: torch.dtype, scale: float, tmp_path: Path) -> None:
     dense = (covariance() * scale).to(dtype)
@@ -248,7 +248,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_changed_files_are_refused(change: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenFactors, match="no structures can be read"):

@@ -146,7 +146,7 @@ CASES = [
 ]
 
 
-@pytest.mark.part(of=16, by=("batch_norm",))
+@pytest.mark.part(of=32, by=("batch_norm",))
 @pytest.mark.parametrize(("method", "batch_norm"), CASES, ids=[each["method"] for each, _ in CASES])
 def test_slices_train_to_the_weights_of_the_undivided_episode(method: dict[str, Any], batch_norm: str) -> None:
     # Adam would blow the rounding of a gradient that is 0 up to a step: that of a bias just before a BatchNorm
@@ -211,7 +211,7 @@ def undisturbed() -> tuple[Workspace, tuple[list[LayerResult], FewshotTrainingSu
     return truth, run(truth)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("stop_after", [9, 1, 5, 14])
 @pytest.mark.part(of=3, law="a training holds to its plan and ends with the same bits")
 def test_a_killed_training_ends_with_the_same_bits(
@@ -499,7 +499,7 @@ def test_the_kind_is_that_of_the_plan() -> None:
     assert fewshot_training.KIND == KIND
 
 
-@pytest.mark.part(of=8, by=("pool",))
+@pytest.mark.part(of=16, by=("pool",))
 @pytest.mark.parametrize("pool", ["flatten", "gap"])
 @pytest.mark.parametrize("method", ["FSCT_cosine", "CTX_cosine"])
 def test_images_need_not_be_square(method: str, pool: str) -> None:

@@ -180,7 +180,7 @@ CASES = [
 ]
 
 
-@pytest.mark.part(of=12, by=("of", "kind"))
+@pytest.mark.part(of=24, by=("of", "kind"))
 @pytest.mark.parametrize(("net", "kind", "of"), CASES)
 def test_every_number_is_that_of_the_dense_matrix(net: str, kind: Any, of: Any) -> None:
     params = NaturalGradientParams(power=POWERS, damping=kind, of=of)
@@ -239,7 +239,7 @@ def test_every_number_is_that_of_the_dense_matrix(net: str, kind: Any, of: Any) 
     assert routes == ({"rows", "eigenvectors"} if net == "wide_head" else {"eigenvectors"})
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("net", NETS)
 def test_the_natural_gradient_by_solves_needs_no_eigenvector(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
@@ -263,7 +263,7 @@ def test_the_natural_gradient_by_solves_needs_no_eigenvector(net: str, monkeypat
         assert found.route in ("solves", "rows")
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("net", NETS)
 def test_a_square_root_twice_is_the_whole_and_the_file_is_the_operators_power(net: str) -> None:
     half, whole = NaturalGradientParams(power=(0.5,)), NaturalGradientParams(power=1.0)
@@ -681,7 +681,7 @@ def test_a_notebook_measures_it_too() -> None:
     assert [each.power for each in found.summary["natural_gradient"].directions] == [1.0, 0.5]
 
 
-@pytest.mark.part(of=8, by=("kind",))
+@pytest.mark.part(of=16, by=("kind",))
 @pytest.mark.parametrize("level", [1e-3, 1e-5])
 @pytest.mark.parametrize(("kind", "power"), [("exact", (1.0, 0.5)), ("factored", (1.0, 0.5))])
 def test_directions_by_float32_factors_keep_the_digits_that_the_condition_leaves(

@@ -268,7 +268,7 @@ def test_rows_of_an_earlier_attempt_are_not_made_again(monkeypatch: pytest.Monke
     )
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("damage", ["a digit", "no table", "not sealed"])
 def test_a_row_that_a_disk_has_changed_is_made_again(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     scratch = MemoryArtifacts()

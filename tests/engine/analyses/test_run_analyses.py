@@ -63,7 +63,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, kind: str, error: Exception, after: 
     monkeypatch.setattr(analysis, "rows", partly)
 
 
-@pytest.mark.part(of=8, by=("after",))
+@pytest.mark.part(of=16, by=("after",))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [0, 1])
 def test_each_kind_can_be_refused_and_the_others_stand(

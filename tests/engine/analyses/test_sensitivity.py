@@ -154,7 +154,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
         predicted(nn.Linear(3, 2), [(torch.randn(4, 3), torch.randint(2, (4,)))], "classification", **options)
 
 
-@pytest.mark.part(of=60, by=())
+@pytest.mark.part(of=120, by=())
 @pytest.mark.parametrize("seed", range(200))
 def test_the_choice_is_that_of_trying_all(seed: int) -> None:
     draw = random.Random(seed)

@@ -145,7 +145,7 @@ def test_of_a_sampled_fisher_the_collections_labels_are_taken() -> None:
     assert [each.value for each in fisher.largest[1:]] == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian"])
 def test_the_bands_hold_the_dense_matrix(of: Any) -> None:
     params = SpectrumParams(of=of, **SMALL | {"probes": 24, "steps": 30, "decades": 6})
@@ -322,7 +322,7 @@ def stopping_after(space: Workspace, batches: int) -> None:
     space.ports.report = report
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("batches", [4, 20, 61, 80])
 def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int) -> None:
     params = SpectrumParams(of=("kfac", "ggn", "hessian"), **BRIEF)
@@ -342,7 +342,7 @@ def test_a_search_goes_on_where_it_was_and_ends_with_the_same_bits(batches: int)
     assert not any("discarded" in line for line in lines)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("changed", ["options", "model", "tensor", "manifest"])
 @pytest.mark.part(of=2, law="a checkpoint that does not belong is discarded")
 def test_a_checkpoint_that_does_not_belong_is_discarded(changed: str) -> None:

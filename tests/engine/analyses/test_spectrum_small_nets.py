@@ -86,7 +86,7 @@ def _of_loss(predicted: Tensor, task: str) -> Tensor:
     return (torch.diag_embed(chances) - chances[:, :, None] * chances[:, None, :]) / count
 
 
-@pytest.mark.part(of=16, by=("of",))
+@pytest.mark.part(of=32, by=("of",))
 @pytest.mark.parametrize("of", ["hessian", "ggn", "fisher", "empirical"])
 @pytest.mark.parametrize("case", CASES)
 def test_small_nets_have_the_spectrum_of_the_dense_matrix(case: str, of: Any) -> None:

@@ -120,7 +120,7 @@ def stopped(scratch: MemoryArtifacts, stop_at: int, **more: Any) -> None:
         collect_or_read(made)
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("stop_at", range(2, BATCHES + 1))
 @pytest.mark.parametrize(
     "options",
@@ -159,7 +159,7 @@ def undisturbed_passes() -> tuple[list[dict[str, Any]], int]:
     return truth, next(undisturbed.inputs.model.forwards)  # type: ignore[union-attr, return-value]
 
 
-@pytest.mark.part(of=18, by=())
+@pytest.mark.part(of=36, by=())
 @pytest.mark.parametrize("stop_at", range(1, 3 * BATCHES + 2))
 def test_finished_passes_are_not_made_again(stop_at: int, undisturbed_passes: tuple[list[dict[str, Any]], int]) -> None:
     truth, forwards = undisturbed_passes
@@ -241,7 +241,7 @@ def without_a_field(scratch: MemoryArtifacts) -> None:
     save_sealed(scratch, MANIFEST, body)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("damage", [flipped, counted, missing, earlier, without_a_field])
 def test_a_damaged_checkpoint_is_discarded(damage: Callable[[MemoryArtifacts], None]) -> None:
     truth = undisturbed_rows()
@@ -306,7 +306,7 @@ def others() -> Iterator[tuple[str, Callable[[Workspace], None]]]:
     yield "data", fewer
 
 
-@pytest.mark.part(of=8, by=("named",))
+@pytest.mark.part(of=16, by=("named",))
 @pytest.mark.parametrize(("named", "change"), list(others()))
 def test_a_checkpoint_of_something_else_is_discarded(named: str, change: Callable[[Workspace], None]) -> None:
     fresh = space(MemoryArtifacts())

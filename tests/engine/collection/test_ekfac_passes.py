@@ -97,7 +97,7 @@ def law(whole: FactorSet, tolerance: float = 1e-10) -> None:
                 assert relative_error(basis.T @ basis, eye) < max(tolerance, 1e-13)
 
 
-@pytest.mark.part(of=16, by=("make",))
+@pytest.mark.part(of=32, by=("make",))
 @pytest.mark.parametrize("make", [language, images])
 @pytest.mark.parametrize(
     "options",

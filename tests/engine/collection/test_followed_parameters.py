@@ -119,7 +119,7 @@ def reasons(whole: FactorSet) -> dict[str, str]:
     return {row.name: row.reason for row in whole.declared}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("make", [LookedUp, Asked, Detecting, Products])
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 def test_corrected_eigenvalues_have_the_rows_that_another_parameter_brings(make: Any, fisher: str) -> None:

@@ -100,7 +100,7 @@ def run(data: Any, later: str, **options: Any) -> Measurement:
     return measure(net(), data, task="classification", collection=collection, **given)
 
 
-@pytest.mark.part(of=16, by=("later",))
+@pytest.mark.part(of=32, by=("later",))
 @pytest.mark.parametrize(
     # smaller sizes are of one pass, whose examples are counted beforehand
     ("later", "change"),
@@ -119,7 +119,7 @@ def test_a_difference_ends_the_job_and_not_the_analysis_alone() -> None:
         measure(net(), Source(augmented), task="classification", kinds=("factors", "natural_gradient"))
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("later", ["correction", "gradient", "cross-check", "spectrum"])
 def test_another_order_gives_what_a_list_gives(later: str) -> None:
     ordered, other = run([examples()], later), run(Source(shuffled), later)
@@ -161,7 +161,7 @@ def test_labels_that_every_product_draws_need_one_order_or_an_index() -> None:
     torch.testing.assert_close(found.factors["0"].G, expected.factors["0"].G)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("change", OTHERS)
 def test_every_pass_of_a_collection_sees_what_the_first_saw(change: Change) -> None:
     def made(data: Any) -> Workspace:
@@ -181,7 +181,7 @@ def test_every_pass_of_a_collection_sees_what_the_first_saw(change: Change) -> N
         collect_or_read(made(Source(change)))
 
 
-@pytest.mark.part(of=16, by=("ekfac",))
+@pytest.mark.part(of=32, by=("ekfac",))
 @pytest.mark.parametrize("wrapped", [lambda chunks: chunks, lambda chunks: map(tuple, chunks)])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("ekfac", [False, True])
@@ -232,7 +232,7 @@ def test_padding_is_no_part_of_an_example() -> None:
     assert entered((x, y)) != entered((torch.cat([x, torch.zeros(2, 1)], 1), y))
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16,
                                    torch.float32, torch.float64, torch.complex64])  # fmt: skip
 def test_any_single_number_counts(dtype: torch.dtype) -> None:

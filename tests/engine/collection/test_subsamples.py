@@ -90,7 +90,7 @@ def same(left: FactorSet, size: int, right: FactorSet) -> None:
         assert nested.rank_bounds[ordinals[layer.name]] == (layer.rank_bound_A, layer.rank_bound_G)
 
 
-@pytest.mark.part(of=16, by=("scratch",))
+@pytest.mark.part(of=32, by=("scratch",))
 @pytest.mark.parametrize("scratch", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -120,7 +120,7 @@ def test_a_size_is_the_run_over_its_examples_alone(options: dict[str, Any], scra
         same(whole, size, alone)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("parts", [(("table", "norm"), ("q", "k"), ("conv", "late", "head")), (NAMES[:4], NAMES[4:])])
 def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) -> None:
     made = space(nested=True)
@@ -131,7 +131,7 @@ def test_several_passes_keep_the_same_sizes(parts: tuple[tuple[str, ...], ...]) 
         same(cut, size, once(examples))
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("parts", [None, (("table", "norm"), ("q", "k"), ("conv", "late", "head"))])
 @pytest.mark.parametrize("stop_at", [2, 4, 5, 9, 15, 22, 40])
 def test_sizes_outlive_a_kill(stop_at: int, parts: tuple[tuple[str, ...], ...] | None) -> None:
@@ -204,7 +204,7 @@ def test_data_of_unknown_length_is_counted_first() -> None:
     assert [size.examples for size in collect_or_read(made).nested] == [8, 16, 32]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("storage_dtype", [None, "float16"])
 def test_rows_show_every_size_up_to_the_whole(storage_dtype: str | None) -> None:
     made = space(nested=True, storage_dtype=storage_dtype)

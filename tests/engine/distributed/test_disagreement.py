@@ -128,7 +128,7 @@ def require_equal(result: Any, expected: Any) -> None:
             assert apart(own, one) <= 1e-12, layer
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("name", ["empty", "uneven", "none of one", "numbered"])
 def test_ranks_may_hold_any_part_of_the_data(name: str, found: list[Any]) -> None:
     alone = outcome(ROWS.measured(ROWS.batches()))

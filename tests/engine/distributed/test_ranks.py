@@ -51,7 +51,7 @@ def alone(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {name: outcome(SCENARIOS[name].measured(SCENARIOS[name].batches())) for name in wanted(request)}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_ranks_measure_what_one_rank_measures(name: str, together: list[Any], alone: dict[str, Any]) -> None:
     one, tolerance = alone[name], SCENARIOS[name].tolerance

@@ -145,7 +145,7 @@ def alone(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {name: outcome(measured(llama(), batches(), **options)) for name, options in CASES.items() if name in names}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", ["float64", "ekfac", "recomputed", "empty", "narrow"])
 def test_sharded_models_have_the_factors_of_the_whole(name: str, together: list[Any], alone: dict[str, Any]) -> None:
     require_equal([each[name] for each in together], alone[name if name in alone else "float64"], name)

@@ -45,7 +45,7 @@ def distance(found: Tensor, truth: Tensor) -> float:
     return float((found.to(torch.float64) - truth).norm() / truth.norm())
 
 
-@pytest.mark.part(of=12, by=("placement", "shape"))
+@pytest.mark.part(of=24, by=("placement", "shape"))
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("shape", ["power", "exponential", "flat", "short"])
 @pytest.mark.parametrize("kappa_max", [1.5, 1e3, 1e6, 1e12])
@@ -65,7 +65,7 @@ def test_float64_is_the_definition(
     assert found.floor == float(values[-1]) / kappa_max
 
 
-@pytest.mark.part(of=12, by=("shape",))
+@pytest.mark.part(of=24, by=("shape",))
 @pytest.mark.parametrize("shape", ["power", "exponential", "short"])
 @pytest.mark.parametrize("size", [256, 400])
 @pytest.mark.parametrize("basis", [torch.float32, torch.float64])
@@ -118,7 +118,7 @@ def test_nothing_clipped_changes_no_bit(placement: Placement, dtype: torch.dtype
     assert (found.clipped, found.update, found.mass) == (0, "none", 0.0)
 
 
-@pytest.mark.part(of=8, by=("placement",))
+@pytest.mark.part(of=16, by=("placement",))
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("size", [1, 2, 65, 130])
 def test_all_but_one_clipped(placement: Placement, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

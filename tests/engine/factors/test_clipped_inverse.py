@@ -28,7 +28,7 @@ def distance(found: Tensor, truth: Tensor) -> float:
     return float((found.to(torch.float64) - truth).norm() / truth.norm())
 
 
-@pytest.mark.part(of=8, by=("dtype", "decades"))
+@pytest.mark.part(of=16, by=("dtype", "decades"))
 @pytest.mark.parametrize("decades", [2.0, 8.0, 40.0])
 @pytest.mark.parametrize("damping", [0.0, 1e-5])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 3e-6), (torch.float64, 1e-9)])

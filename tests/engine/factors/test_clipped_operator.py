@@ -43,7 +43,7 @@ def test_the_approximant_is_the_sign_beyond_its_corner(near: float, far: float) 
     assert len(poles.heights) < 130
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("kind", ["softmax", "tied", "sketched terms", "sketched rows"])
 @pytest.mark.parametrize("kappa_max", [1e2, 1e6])
 def test_it_is_the_clipped_matrix_and_its_inverse(kind: str, kappa_max: float) -> None:

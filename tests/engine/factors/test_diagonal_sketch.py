@@ -56,7 +56,7 @@ def sketched(rank: int, *, of_terms: bool, seed: int = 0, pieces: int = 37, past
     return side, dense / T
 
 
-@pytest.mark.part(of=16, by=("of_terms",))
+@pytest.mark.part(of=32, by=("of_terms",))
 @pytest.mark.parametrize("of_terms", [False, True])
 @pytest.mark.parametrize("rank", [3, 12, 40])
 @pytest.mark.parametrize("past", [1.0, 0.8])
@@ -116,7 +116,7 @@ def test_many_shifts_are_answered_from_few_factorisations(*, of_terms: bool, mon
     assert torch.allclose(logdets, (values + shifts[:, None]).log().sum(1), rtol=1e-9, atol=1e-7)
 
 
-@pytest.mark.part(of=16, by=("of_terms",))
+@pytest.mark.part(of=32, by=("of_terms",))
 @pytest.mark.parametrize("of_terms", [False, True])
 @pytest.mark.parametrize("rank", [3, 12, 40])
 def test_its_eigenvalues_are_counted_and_those_of_g_lie_within_the_bounds(rank: int, *, of_terms: bool) -> None:
@@ -150,7 +150,7 @@ def test_the_bound_covers_what_is_rounded(dtype: torch.dtype) -> None:
     assert float(missed.abs().max()) <= side.bound <= 1e4 * torch.finfo(dtype).eps * float(matrix.norm())
 
 
-@pytest.mark.part(of=8, by=("kind",))
+@pytest.mark.part(of=16, by=("kind",))
 @pytest.mark.parametrize("kind", [ProbabilityRows, SketchRows])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_probabilities_of_narrow_logits_are_not_narrow(dtype: torch.dtype, kind: type[GradientRows]) -> None:
@@ -230,7 +230,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
     return MemoryBudget(device_bytes=0, host_bytes=LIBRARY_BYTES + 5 * 2**20)
 
 
-@pytest.mark.part(of=16, by=("approximate",))
+@pytest.mark.part(of=32, by=("approximate",))
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
 @pytest.mark.parametrize("approximate", [False, True])
 def test_a_head_that_does_not_fit_keeps_its_diagonal(
@@ -271,7 +271,7 @@ def test_a_head_that_does_not_fit_keeps_its_diagonal(
     assert collect_or_read(again).load(1).G.digest() == side.digest()
 
 
-@pytest.mark.part(of=8, by=("approximate",))
+@pytest.mark.part(of=16, by=("approximate",))
 @pytest.mark.parametrize("metrics", [None, ("frobenius_norm", "participation_ratio")])
 @pytest.mark.parametrize("approximate", [False, True])
 def test_what_is_of_a_sketch_is_labelled_layer_and_model(metrics: tuple[str, ...] | None, *, approximate: bool) -> None:
@@ -476,7 +476,7 @@ def rowed(*, approximate: bool, examples: int | None = 700, policy: str = "all")
     return made
 
 
-@pytest.mark.part(of=8, by=("policy",))
+@pytest.mark.part(of=16, by=("policy",))
 @pytest.mark.parametrize("policy", ["all", "hybrid"])
 @pytest.mark.parametrize("examples", [700, None])
 def test_rows_beyond_the_eigensolvers_are_sketched_by_the_plan(

@@ -40,7 +40,7 @@ def space(**options: object) -> Workspace:
     return workspace(Large(), [(x, y)], "classification", **({"fisher": "mc", "dtype": "float32"} | options))
 
 
-@pytest.mark.part(of=8, by=("storage",))
+@pytest.mark.part(of=16, by=("storage",))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("storage", [None, "float32", "float64", "bfloat16", "float16"])
 def test_every_factor_of_large_layers_is_on_the_host_as_asked(

@@ -124,7 +124,7 @@ DEPENDENT = {
 }
 
 
-@pytest.mark.part(of=12, by=("rows",))
+@pytest.mark.part(of=24, by=("rows",))
 @pytest.mark.parametrize("rows", DEPENDENT)
 @pytest.mark.parametrize("condition", [1e4, 1e12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -124,7 +124,7 @@ def test_functions_of_the_spectrum_are_those_of_the_matrix(name: str) -> None:
     assert close(basis.solve(right, SHIFT), side.solve(right, SHIFT), 1e-11)
 
 
-@pytest.mark.part(of=8, by=("name",))
+@pytest.mark.part(of=16, by=("name",))
 @members
 @pytest.mark.parametrize("exponent", [2.0, 0.5, -1.0])
 def test_a_power_is_that_of_the_eigenvalues(name: str, exponent: float) -> None:

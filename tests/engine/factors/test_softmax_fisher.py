@@ -83,7 +83,7 @@ def test_every_number_is_that_of_the_loss_hessian(count: int, *, tied: bool) -> 
     assert error((vectors * own) @ vectors.T, matrix) < 1e-13
 
 
-@pytest.mark.part(of=8, by=("damping",))
+@pytest.mark.part(of=16, by=("damping",))
 @pytest.mark.parametrize("sharp", [0.3, 3.0, 20.0])
 @pytest.mark.parametrize("damping", [1e-4, 1e-8, 1e-10])
 def test_the_inverse_holds_where_the_damping_is_small(damping: float, sharp: float) -> None:

@@ -17,7 +17,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.part(of=12, by=("stem",))
+@pytest.mark.part(of=24, by=("stem",))
 @pytest.mark.parametrize(("name", "stem", "parameters", "maps"), TABLE)
 def test_parameters_and_feature_sizes_are_the_published_ones(
     name: str, stem: Stem, parameters: int, maps: dict[int, tuple[int, int, int]]
@@ -45,7 +45,7 @@ def test_feature_shape_is_that_of_a_forward_pass_at_every_size(name: str, stem: 
         assert backbone(torch.empty(1, 1, 50, size, device="meta")).shape[1:] == backbone.feature_shape(50, size)
 
 
-@pytest.mark.part(of=12, by=("pool",))
+@pytest.mark.part(of=24, by=("pool",))
 @pytest.mark.parametrize(
     ("name", "stem", "pool"),
     [

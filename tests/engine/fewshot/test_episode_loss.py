@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.part(of=6, by=("method",))
+@pytest.mark.part(of=12, by=("method",))
 @pytest.mark.parametrize(("method", "on_attention", "vic"), CASES)
 def test_terms_sum_to_the_loss_written_out_in_slices_of_any_number(method: str, on_attention: bool, vic: bool) -> None:
     features = features_of()

@@ -34,7 +34,7 @@ def data(examples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(examples, 4, dtype=torch.float64), torch.arange(examples) % 3
 
 
-@pytest.mark.part(of=8, by=("batch_size",))
+@pytest.mark.part(of=16, by=("batch_size",))
 @pytest.mark.parametrize("batch_size", [2, 4])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_batch_statistics_are_seen_where_no_example_runs_alone(batch_size: int, dtype: str) -> None:

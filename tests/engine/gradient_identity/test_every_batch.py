@@ -87,7 +87,7 @@ another_matrix = each_by_itself(lambda _, z: z.tanh(), lambda net, z: z.tanh() @
 another_branch = each_by_itself(lambda _, z: z.tanh(), lambda _, z: z.sigmoid().tanh())
 
 
-@pytest.mark.part(of=8, by=("use",))
+@pytest.mark.part(of=16, by=("use",))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("use", [standardised, shifted])
 def test_mixing_in_one_batch_is_refused(use: Run, dtype: str) -> None:

@@ -132,7 +132,7 @@ def outputs_centred(net: Net, x: Tensor) -> Tensor:
     return z - z.detach().mean(0)
 
 
-@pytest.mark.part(of=16, by=("use",))
+@pytest.mark.part(of=32, by=("use",))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize(
     "use",
@@ -241,7 +241,7 @@ def counted(net: Net, x: Tensor) -> Tensor:
     return net.h(torch.cat([part * 1.0 for part in z.split(2)]) if len(x) > 5 else z)
 
 
-@pytest.mark.part(of=8, by=("use",))
+@pytest.mark.part(of=16, by=("use",))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("use", [smoothed, rolled])
 def test_what_the_size_of_the_batch_decides_is_seen(use: Run, dtype: str) -> None:

@@ -109,7 +109,7 @@ PARTS: dict[str, tuple[Head, dict[str, dict[str, slice]], int]] = {
 }
 
 
-@pytest.mark.part(of=12, by=("case",))
+@pytest.mark.part(of=24, by=("case",))
 @pytest.mark.parametrize("batch_size", [16, 8, 4])
 @pytest.mark.parametrize("self_check", ["growing", "first"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

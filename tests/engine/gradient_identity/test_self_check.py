@@ -219,7 +219,7 @@ def small_convolutions() -> tuple[nn.Module, Any, Tensor, str]:
     return model, torch.randn(9, 2, 8, 8), torch.randint(0, 3, (9,)), "classification"
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("problem", [small_gpt2, small_convolutions])
 @pytest.mark.parametrize(
     "options", [{"sharing": "reduce", "fisher": "mc"}, {"fisher": "empirical"}, {"fisher": "type2"}]

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.part(of=24, by=("kind",))
+@pytest.mark.part(of=48, by=("kind",))
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_right_sums_are_held_and_stay_as_they_are(kind: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("way", WAYS)
 def test_right_sums_are_held_however_the_data_pass(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[str] = []
@@ -94,7 +94,7 @@ def test_right_sums_are_held_however_the_data_pass(way: str, monkeypatch: pytest
     assert sorted(held) == ["a", "h"]
 
 
-@pytest.mark.part(of=16, by=("rounding",))
+@pytest.mark.part(of=32, by=("rounding",))
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_of_rounded_rows_are_held_within_their_rounding(
@@ -283,7 +283,7 @@ ROUNDED = (
 )  # fmt: skip
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_fault_is_refused_beside_rounded_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch, ROUNDINGS["cut"])
@@ -293,7 +293,7 @@ def test_a_fault_is_refused_beside_rounded_rows(name: str, monkeypatch: pytest.M
     assert set(layers.split(", ")) <= set(found.split(", ")) or "no layer of the model" in found
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_is_planted_into_the_sums_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def data(examples: int = 23) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 3, (examples,), generator=generator)
 
 
-@pytest.mark.part(of=12, by=("fisher",))
+@pytest.mark.part(of=24, by=("fisher",))
 @pytest.mark.parametrize("fisher", ["mc", "type2", "empirical"])
 @pytest.mark.parametrize("batch_size", [1, 5, 23, 64])
 def test_batch_size_changes_nothing_but_rounding(fisher: str, batch_size: int) -> None:

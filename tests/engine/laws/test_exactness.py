@@ -67,7 +67,7 @@ def seeded(make: type[nn.Module], **options: object) -> nn.Module:
     return make(**options).double()
 
 
-@pytest.mark.part(of=12, by=("loss",))
+@pytest.mark.part(of=24, by=("loss",))
 @pytest.mark.parametrize("loss", ["mse", "bce", "cross_entropy"])
 @pytest.mark.parametrize("layer", ["0", "2"])
 def test_one_datum_is_exact_for_any_net(loss: str, layer: str) -> None:
@@ -93,7 +93,7 @@ def test_deep_linear_net_is_exact(layer: str) -> None:
     assert relative_error(kronecker(whole, layer), truth) < EXACT
 
 
-@pytest.mark.part(of=8, by=("make",))
+@pytest.mark.part(of=16, by=("make",))
 @pytest.mark.parametrize("layer", ["inner", "outer"])
 @pytest.mark.parametrize(
     ("make", "right", "wrong"), [(EachPosition, "expand", "reduce"), (MeanOverPositions, "reduce", "expand")]
@@ -110,7 +110,7 @@ def test_each_sharing_is_exact_in_its_setting_and_not_in_the_other(
     assert relative_error(kronecker(collect(model, [(x, y)], "regression", sharing=wrong), layer), truth) > 0.1
 
 
-@pytest.mark.part(of=8, by=("sharing",))
+@pytest.mark.part(of=16, by=("sharing",))
 @pytest.mark.parametrize(
     "options",
     [
@@ -209,7 +209,7 @@ def test_frozen_bias_has_no_column_of_ones() -> None:
     assert tuple(whole.load(0).A.shape) == (4, 4)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 def test_sampled_fisher_converges_to_the_exact_one(loss: str) -> None:
     torch.manual_seed(6)

@@ -125,7 +125,7 @@ def undisturbed() -> FactorSet:
     return collect_or_read(space())
 
 
-@pytest.mark.part(of=8, by=("kept",))
+@pytest.mark.part(of=16, by=("kept",))
 @pytest.mark.parametrize(("change", "made", "kept"), CHANGES, ids=[f"{name}: {kept}" for name, _, kept in CHANGES])
 def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) -> None:
     truth, found = undisturbed(), collect_or_read(made())
@@ -139,7 +139,7 @@ def test_change_leaves(change: str, made: Callable[[], Workspace], kept: str) ->
         assert error <= 1e-6
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("fisher", ["mc", "empirical", "type2", "forward_only"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("options", [{}, {"update_freq": 2, "ema_decay": 0.7}], ids=["average", "ema"])

@@ -74,7 +74,7 @@ def measured(name: str, pooled: bool, **options: Any) -> Factors:
     return collect(model, [examples(pooled)], "regression", **options).load(0)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", [name for name in SAME if name != "Linear"])
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "empirical"}])
@@ -113,7 +113,7 @@ def same_numbers(made: nn.Module, like: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.part(of=8, by=("sharing",))
+@pytest.mark.part(of=16, by=("sharing",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("dilation", [2, (1, 3)])
 def test_dilation_is_a_kernel_with_zeros_between(dilation: Any, sharing: str) -> None:
@@ -136,7 +136,7 @@ def test_dilation_is_a_kernel_with_zeros_between(dilation: Any, sharing: str) ->
     assert relative_error(left.G, right.G) < EXACT
 
 
-@pytest.mark.part(of=16, by=("mode",))
+@pytest.mark.part(of=32, by=("mode",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("stride", [1, 2])

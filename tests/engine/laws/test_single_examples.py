@@ -27,7 +27,7 @@ class Distances(nn.Module):
         return logits
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_a_table_of_distances_is_covered(batch_size: int) -> None:
     torch.manual_seed(0)

@@ -177,7 +177,7 @@ def test_the_jobs_have_every_kind_of_statistics() -> None:
     }
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_comes_back_in_every_bit(name: str) -> None:
     with summed(name) as each:
@@ -196,7 +196,7 @@ def test_a_state_comes_back_in_every_bit(name: str) -> None:
         exact(each.finished(later), each.finished())
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", KINDS)
 def test_decay_leaves_the_factors_of_what_has_entered(name: str) -> None:
     # a power of two in every sum, and in the root that rows are weighed by: nothing is rounded
@@ -210,7 +210,7 @@ def test_decay_leaves_the_factors_of_what_has_entered(name: str) -> None:
             assert own.variance_A.variances == before.variance_A.variances
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", KINDS)
 def test_decays_multiply(name: str) -> None:
     with summed(name) as once, summed(name) as twice:
@@ -240,7 +240,7 @@ CUTS = st.sets(st.integers(1, EXAMPLES // BATCH - 1), min_size=1, max_size=3).ma
 )
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", MERGED)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(data=st.data())
@@ -251,7 +251,7 @@ def test_pieces_in_any_order_are_one_pass(name: str, data: st.DataObject) -> Non
     near({facts.name: found.load(facts.ordinal) for facts in found.layers}, whole(name))
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", MERGED)
 def test_the_counts_of_a_merge_are_the_sums_of_its_parts(name: str) -> None:
     kept = [read_part(each) for each in pieces(name, (4, 6, 12))]

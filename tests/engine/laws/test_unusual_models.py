@@ -78,7 +78,7 @@ def test_a_tensor_written_to_between_two_layers_is_not_shared() -> None:
     assert relative_error(whole.load(1).A, expected(3 * examples()[0])) < EXACT
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("change", ["leader twice", "leader never", "follower never", "written to"])
 def test_sharing_that_breaks_later_is_undone_whoever_breaks_it(change: str) -> None:
     x, y = examples()
@@ -109,7 +109,7 @@ def test_sharing_that_breaks_later_is_undone_whoever_breaks_it(change: str) -> N
     assert whole.passes == (3 if change == "written to" else 2)
 
 
-@pytest.mark.part(of=8, by=("reentrant",))
+@pytest.mark.part(of=16, by=("reentrant",))
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fisher", ["mc", "type2"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -380,7 +380,7 @@ def test_outputs_may_stand_in_a_tuple_or_a_mapping(wrap: Callable[[Tensor], Any]
     assert torch.equal(whole.load(0).G, plain.load(0).G)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("examples", "batch"), [(4, 1), (5, 2), (4, 4)])
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_batch_norm_on_a_batch_of_one_reads_its_gradient_right(examples: int, batch: int, *, trained: bool) -> None:

@@ -497,7 +497,7 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_is_measured_by_autograds_figure_or_refused_with_a_remedy(name: str) -> None:

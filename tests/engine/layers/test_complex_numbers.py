@@ -85,7 +85,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randint(5, (8,), generator=generator)
 
 
-@pytest.mark.part(of=12, by=("batch_size",))
+@pytest.mark.part(of=24, by=("batch_size",))
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("name", DECLARED)
 def test_complex_numbers_are_declared_and_real_layers_beside_them_are_covered(name: str, batch_size: int) -> None:
@@ -99,7 +99,7 @@ def test_complex_numbers_are_declared_and_real_layers_beside_them_are_covered(na
     require_right(net, found, data())
 
 
-@pytest.mark.part(of=12, by=("dtype",))
+@pytest.mark.part(of=24, by=("dtype",))
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", COVERED)

@@ -142,7 +142,7 @@ def minilm() -> Case:
 CASES: list[Callable[[], Case]] = [gpt2, llama, mixtral, bert, vit, resnet, encoder, minilm]
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("made", CASES, ids=[case.__name__ for case in CASES])
 def test_every_number_is_covered(made: Callable[[], Case]) -> None:
     torch.manual_seed(0)

@@ -193,7 +193,7 @@ USES: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], tuple[int, .
 ]
 
 
-@pytest.mark.part(of=16, by=("batch_size",))
+@pytest.mark.part(of=32, by=("batch_size",))
 @pytest.mark.parametrize(("use", "p", "q"), USES)
 @pytest.mark.parametrize("batch_size", [1, 4, 5])
 def test_the_diagonal_is_that_of_the_block(
@@ -222,7 +222,7 @@ STRANGE: list[tuple[Callable[[Used, Tensor], Tensor], tuple[int, ...], str, str]
 ]
 
 
-@pytest.mark.part(of=6, by=("reason",))
+@pytest.mark.part(of=12, by=("reason",))
 @pytest.mark.parametrize(("use", "p", "reason", "why"), STRANGE)
 def test_what_is_not_understood_is_declared_and_the_operation_named(
     use: Callable[[Used, Tensor], Tensor], p: tuple[int, ...], reason: str, why: str

@@ -51,7 +51,7 @@ EMPTY: dict[str, tuple[Callable[[], Any], Use]] = {
 }
 
 
-@pytest.mark.part(of=12, by=("options",))
+@pytest.mark.part(of=24, by=("options",))
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("options", [{"fisher": "empirical", "ekfac": True}, {"fisher": "forward_only"}])

@@ -45,7 +45,7 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize(("around", "sharing"), [(Everywhere, "expand"), (Averaged, "reduce")])
 @pytest.mark.parametrize(("kind", "options", "extent"), CONVOLUTIONS)
 def test_convolutions_are_exact(
@@ -79,7 +79,7 @@ GROUPED = [
 ]
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize(("around", "sharing"), [(Everywhere, "expand"), (Averaged, "reduce")])
 @pytest.mark.parametrize(("kind", "inputs", "outputs", "options", "extent"), GROUPED)
 def test_each_group_of_a_convolution_is_exact(
@@ -155,7 +155,7 @@ NORMS = [
 ]
 
 
-@pytest.mark.part(of=6, by=("kind",))
+@pytest.mark.part(of=12, by=("kind",))
 @pytest.mark.parametrize(("kind", "arguments", "shape"), NORMS)
 def test_norm_blocks_are_exact_in_a_nonlinear_net(
     kind: type[nn.Module], arguments: tuple[object, ...], shape: tuple[int, ...]
@@ -240,7 +240,7 @@ SIZED = [
 ]
 
 
-@pytest.mark.part(of=10, by=("kind",))
+@pytest.mark.part(of=20, by=("kind",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(("kind", "options", "extent", "size"), SIZED)
 def test_a_call_of_a_transposed_convolution_may_fix_its_output_size(

@@ -136,7 +136,7 @@ def test_the_quicker_way_is_taken() -> None:
     assert not geometry(channels=3, kernel=(7, 7), examples=1).by_shifts(cpu)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     "changes",
     [

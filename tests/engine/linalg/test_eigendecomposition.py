@@ -49,7 +49,7 @@ def test_the_second_difference_matrix_by_every_rung() -> None:
         assert torch.allclose(found.values, expected, atol=1e-12)
 
 
-@pytest.mark.part(of=8, by=("rung",))
+@pytest.mark.part(of=16, by=("rung",))
 @pytest.mark.parametrize("size", [90, 150])
 @pytest.mark.parametrize("rung", FLOAT64_RUNGS)
 def test_a_graded_spectrum_and_its_basis_by_every_rung(rung: str, size: int) -> None:
@@ -172,7 +172,7 @@ def _not_orthonormal(matrix: Tensor, out: tuple[Tensor, Tensor]) -> Any:
     out[1].copy_(vectors * (1 + 1e-9))
 
 
-@pytest.mark.part(of=8, by=("broken",))
+@pytest.mark.part(of=16, by=("broken",))
 @pytest.mark.parametrize("broken", [_raises, _identity, _not_orthonormal])
 @pytest.mark.parametrize("size", [7, 140])
 def test_vectors_go_down_the_ladder_when_a_solver_fails_or_lies(
@@ -237,7 +237,7 @@ def test_lapacks_limits_bar_the_host_alone() -> None:
     assert large == ["device_float64", "host_syevr", "host_in_place", "jittered"]
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("need", ["values", "vectors"])
 def test_each_rung_takes_the_bytes_it_says(need: Any, dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from engine.factors.kronecker_factors import mirrored_
 from engine.linalg.gram import add_gram_, add_grams_
 
 
-@pytest.mark.part(of=12, by=("size", "columns_together"))
+@pytest.mark.part(of=24, by=("size", "columns_together"))
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 383, 384, 390, 1001, 1100])
 @pytest.mark.parametrize("rows", [0, 1, 17])
 @pytest.mark.parametrize("columns_together", [False, True])

@@ -107,7 +107,7 @@ def made_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", CASES)
 def test_quantiles_are_bitwise_those_of_a_sort(name: str, made_at_once: None) -> None:
     check([case(name)])
@@ -176,7 +176,7 @@ def exact_dimension(products: Tensor, damping: float) -> float:
 SPIKE = (ascending([1e-12] * 2000 + [1.0]), ascending([3e-12] * 500 + [1.0]))
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("relative", [1e-16, 1e-9, 1e-3, 1.0, 1e4])
 @pytest.mark.parametrize("name", [*(name for name in CASES if name != "underflow"), "spike"])
 def test_sums_under_damping_equal_the_dense_ones(name: str, relative: float) -> None:
@@ -229,7 +229,7 @@ class Known:
         return (self.values / (self.values + shifts[:, None])).sum(1)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("relative", [1e-10, 1e-4, 1.0])
 @pytest.mark.parametrize("name", ["decades", "zeros", "power law"])
 def test_a_side_without_eigenvalues_is_asked_at_shifts(name: str, relative: float) -> None:

@@ -80,7 +80,7 @@ def test_the_most_that_any_analysis_asks_for() -> None:
     assert most_decomposed([CapacityParams()]) in ("none", "values")
 
 
-@pytest.mark.part(of=8, by=("aside",))
+@pytest.mark.part(of=16, by=("aside",))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("aside", [False, True])
 def test_bases_give_the_factors_back_and_are_made_once(

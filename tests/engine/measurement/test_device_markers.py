@@ -154,7 +154,7 @@ def is_oracle_spectrum(name: str, spectrum: Tensor | list[float]) -> bool:
     return np.allclose(np.maximum(truth, 0), np.asarray(spectrum), rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSEGV"])
 def test_after_a_crash_on_the_device_the_layer_is_decomposed_on_the_host(number: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), number]

@@ -189,7 +189,7 @@ def test_what_left_the_device_is_what_never_was_there(left: tuple[Measurement, l
         assert torch.equal(found.factors[name].A, factors.A)
 
 
-@pytest.mark.part(of=16, by=("dtype",))
+@pytest.mark.part(of=32, by=("dtype",))
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 300, 769])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_triangles_and_digests_are_those_of_the_whole(size: int, dtype: torch.dtype) -> None:

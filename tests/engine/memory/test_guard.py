@@ -72,7 +72,7 @@ def test_the_plans_rung_is_where_the_ladder_begins() -> None:
     assert (found.value, found.taken, found.refused, top.calls) == ("low", ("middle", "low"), (), 0)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(
     "error",
     [

@@ -105,7 +105,7 @@ def space(wish: str, **options: Any) -> Workspace:
     return made
 
 
-@pytest.mark.part(of=16, by=("fisher",))
+@pytest.mark.part(of=32, by=("fisher",))
 @pytest.mark.parametrize("fisher", ["mc", "empirical", "forward_only"])
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.5}, {"sharing": "reduce"}, {"nested": True}])
 def test_sums_on_the_host_are_the_same(fisher: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def averages(measurements: list[Measurement], decay: float) -> dict[str, tuple[F
     return found
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("woodbury", [None, {"policy": "all"}, {"policy": "dense"}], ids=["auto", "all", "dense"])
 def test_three_refreshes_are_the_dense_average(woodbury: Mapping[str, Any] | None) -> None:
     measurements = [measured(seed, woodbury) for seed in (1, 2, 3)]

@@ -128,7 +128,7 @@ def counts(facts: LayerFacts) -> tuple[object, ...]:
     return tuple(getattr(facts, name) for name in (*names, *more))
 
 
-@pytest.mark.part(of=16, by=("dtype",))
+@pytest.mark.part(of=32, by=("dtype",))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("pieces", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", JOBS)

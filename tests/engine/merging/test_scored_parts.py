@@ -156,7 +156,7 @@ def ran(made: Workspace) -> tuple[list[Any], Any, MemoryArtifacts]:
     return rows, summaries[0], made.ports.artifacts  # type: ignore[return-value]
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("of", ["kfac", "ekfac", "ggn"])
 def test_pieces_of_queries_give_what_one_job_over_the_same_factors_gives(of: str) -> None:
     merged = of_pieces(of)

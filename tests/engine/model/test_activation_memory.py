@@ -98,7 +98,7 @@ def digests(whole: FactorSet) -> list[tuple[str, str, str]]:
     return [(factors.layer, digest(factors.A), digest(factors.G)) for factors in loaded]
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"fisher": "empirical", "sharing": "reduce"}], ids=str)
 def test_activation_checkpointing_leaves_the_digests(name: str, options: dict[str, Any]) -> None:

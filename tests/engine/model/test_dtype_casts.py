@@ -83,7 +83,7 @@ def require_twin(model: nn.Module, twin: nn.Module) -> None:
         assert left.exact_trace == pytest.approx(own, rel=EXACT)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(("use", "without"), NOTHING)
 def test_casts_to_what_a_float32_model_is_kept_in_do_nothing_in_float64(use: Use, without: Use) -> None:
     model = Casting(use)
@@ -91,7 +91,7 @@ def test_casts_to_what_a_float32_model_is_kept_in_do_nothing_in_float64(use: Use
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("method", ["to", "bfloat16", "type"])
 def test_casts_to_what_a_bfloat16_model_is_kept_in_do_nothing_in_float64(method: str) -> None:
     def use(model: Casting, h: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def test_another_precision_is_settled_anew() -> None:
     assert not isinstance(casts_of(model), OwnCasts)
 
 
-@pytest.mark.part(of=8, by=("reentrant",))
+@pytest.mark.part(of=16, by=("reentrant",))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])

@@ -93,7 +93,7 @@ def torch_loss(options: dict[str, Any], y: Tensor) -> Callable[[Tensor], Tensor]
     )
 
 
-@pytest.mark.part(of=16, by=("options",))
+@pytest.mark.part(of=32, by=("options",))
 @pytest.mark.parametrize("options", CLASSES)
 @pytest.mark.parametrize("positions", [None, 3])
 def test_exact_block_is_the_gauss_newton_of_torchs_mean_loss(options: dict[str, Any], positions: int | None) -> None:
@@ -169,7 +169,7 @@ def test_one_example_with_positive_weights_gives_torchs_gradient() -> None:
         assert relative_error(whole.load(1).G, torch.outer(own, own) / weight) < EXACT
 
 
-@pytest.mark.part(of=12, by=("fisher",))
+@pytest.mark.part(of=24, by=("fisher",))
 @pytest.mark.parametrize("fisher", ["type2", "empirical"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_a_weight_is_a_count(fisher: str, smoothing: float) -> None:
@@ -189,7 +189,7 @@ def test_a_weight_is_a_count(fisher: str, smoothing: float) -> None:
             assert relative_error(weighted.load(ordinal).G, repeated.load(ordinal).G) < EXACT
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(
     "task",
     [
@@ -212,7 +212,7 @@ def test_sampled_fisher_of_a_weighted_loss_converges_to_the_exact_one(task: dict
         assert error < relative_error(few.load(ordinal).G, exact.load(ordinal).G)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("fisher", ["mc", "type2", "empirical"])
 def test_batch_size_does_not_matter_under_weights(fisher: str) -> None:
     model = Net()
@@ -278,7 +278,7 @@ def test_a_models_own_loss_has_no_likelihood_to_sample_from() -> None:
     assert len(run(Own(), x, y, {"type": "classification", "loss": "model"}, fisher="empirical").layers) == 3
 
 
-@pytest.mark.part(of=16, by=("options",))
+@pytest.mark.part(of=32, by=("options",))
 @pytest.mark.parametrize("options", CLASSES)
 @pytest.mark.parametrize("layer", [0, 2])
 def test_exact_traces_and_corrected_eigenvalues_are_those_of_torchs_mean_loss(

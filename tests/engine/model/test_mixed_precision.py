@@ -55,7 +55,7 @@ def digests(whole: FactorSet) -> list[tuple[str, str]]:
     return [(digest(factors.A), digest(factors.G)) for factors in loaded]
 
 
-@pytest.mark.part(of=16, by=("fisher",))
+@pytest.mark.part(of=32, by=("fisher",))
 @pytest.mark.skipif(choose_precision("bf16", CPU).amp == "off", reason="no bfloat16 units")
 @pytest.mark.parametrize("fisher", ["empirical", "type2", "forward_only"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -96,7 +96,7 @@ def scaled(monkeypatch: pytest.MonkeyPatch, first: float) -> None:
     monkeypatch.setattr(pass_job, "choose_precision", lambda *_: Scaled())
 
 
-@pytest.mark.part(of=12, by=("scale",))
+@pytest.mark.part(of=24, by=("scale",))
 @pytest.mark.parametrize("options", [
     {"fisher": "empirical"}, {"fisher": "type2"}, {"fisher": "mc", "samples": 3},
     {"fisher": "empirical", "sharing": "reduce"}, {"fisher": "mc", "ema_decay": 0.5},

@@ -199,7 +199,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [*((make, "float64") for make in FORGETFUL), (InDictionary, "float32"), (InBuffer, "float32"), (Untidy, "float32")],
@@ -236,7 +236,7 @@ def test_weights_that_are_merged_for_evaluation_come_back_to_the_bit(dtype: str)
     assert state(model) == before
 
 
-@pytest.mark.part(of=12, by=("way",))
+@pytest.mark.part(of=24, by=("way",))
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("way", ["replaced", "written", "written past autograd", "turned round", "added"])
 def test_a_parameter_that_moves_is_named_and_put_back(way: str, dtype: str) -> None:

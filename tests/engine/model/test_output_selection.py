@@ -69,7 +69,7 @@ ALONE: list[Wrap] = [
 ]
 
 
-@pytest.mark.part(of=12, by=("task",))
+@pytest.mark.part(of=24, by=("task",))
 @pytest.mark.parametrize("wrap", ALONE)
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_the_only_tensor_of_a_mapping_needs_no_name(wrap: Wrap, task: str) -> None:
@@ -85,7 +85,7 @@ SEVERAL: list[Wrap] = [
 ]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("wrap", SEVERAL)
 def test_a_named_output_is_the_one_the_loss_is_of(wrap: Wrap) -> None:
     for name, plain in (("scores", lambda _, scores: scores), ("hidden", lambda hidden, _: hidden)):

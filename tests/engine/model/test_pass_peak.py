@@ -67,7 +67,7 @@ def require_foreseen(make: Callable[[], Workspace], least: float = LEAST, most: 
     assert least <= foreseen(made.results.plan) / peak <= most
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.part(of=2, law="what a pass holds is planned")
 def test_what_the_steps_of_recurrent_layers_hold_is_planned(name: str) -> None:
@@ -85,7 +85,7 @@ class Squashed(nn.Module):
         return functional.linear(x, self.weight.tanh())
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("check", ["off", "growing"])
 @pytest.mark.parametrize("width", [512])
 @pytest.mark.part(of=2, law="what a pass holds is planned")
@@ -121,7 +121,7 @@ def test_shapes_alone_foresee_the_same_steps() -> None:
     assert foreseen(alone) == pytest.approx(foreseen(made.results.plan), rel=0.02)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("options", [{"fisher": "mc", "samples": 3}, {"fisher": "type2"}])
 @pytest.mark.part(of=2, law="what a pass holds is planned")
 def test_a_graph_that_other_directions_need_is_planned_whole(options: dict[str, Any]) -> None:

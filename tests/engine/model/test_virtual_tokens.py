@@ -65,7 +65,7 @@ def own_gradients(model: Tuned, inputs: dict[str, Tensor]) -> tuple[dict[str, Te
     return squares, terms
 
 
-@pytest.mark.part(of=16, by=("padded",))
+@pytest.mark.part(of=32, by=("padded",))
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("targets", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, 4])

@@ -142,7 +142,7 @@ INPUTS: Mapping[str, tuple[Content, Content]] = {
 """Eigenvalues of A, whose products with those of G are all different."""
 
 
-@pytest.mark.part(of=12, by=("name_a",))
+@pytest.mark.part(of=24, by=("name_a",))
 @pytest.mark.parametrize(("name_g", "name_a"), list(itertools.product(SIDES, INPUTS)))
 def test_a_product_agrees_with_the_explicit_kronecker_product(name_g: str, name_a: str) -> None:
     (g1, g2), (a1, a2) = SIDES[name_g], INPUTS[name_a]

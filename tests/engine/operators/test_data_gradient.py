@@ -73,7 +73,7 @@ LOSSES: dict[str, tuple[dict[str, Any], Tensor, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.part(of=12, by=("micro_batch",))
+@pytest.mark.part(of=24, by=("micro_batch",))
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_the_gradient_is_that_of_torchs_own_mean_loss(name: str, micro_batch: int | None) -> None:

@@ -41,7 +41,7 @@ def locked(search: ExtremeEigenvalues) -> Tensor:
     return search._basis.rows[: search._number["locked"]]
 
 
-@pytest.mark.part(of=16, by=("name",))
+@pytest.mark.part(of=32, by=("name",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("end", ["largest", "smallest", "both"])
@@ -62,7 +62,7 @@ def test_every_eigenvalue_is_found_and_every_bound_is_true(name: str, dtype: tor
     assert search.products <= options.most_products
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_short_basis_restarts_and_finds_them_too(name: str, seed: int) -> None:
@@ -73,7 +73,7 @@ def test_a_short_basis_restarts_and_finds_them_too(name: str, seed: int) -> None
     assert_true(result.smallest, truth[:7])
 
 
-@pytest.mark.part(of=8, by=("dtype",))
+@pytest.mark.part(of=16, by=("dtype",))
 @pytest.mark.parametrize(
     ("values", "count"),
     [
@@ -117,7 +117,7 @@ def test_what_the_products_do_not_suffice_for_says_so_and_lies_near_an_eigenvalu
             assert float((truth - entry.value).abs().min()) <= entry.bound
 
 
-@pytest.mark.part(of=8, by=("length",))
+@pytest.mark.part(of=16, by=("length",))
 @pytest.mark.parametrize("length", [None, 34])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_search_goes_on_from_any_state_bit_by_bit(length: int | None, dtype: torch.dtype) -> None:
@@ -176,7 +176,7 @@ def test_two_searches_agree_bit_by_bit_and_seeds_differ() -> None:
     assert not torch.equal(first.vectors, other.vectors)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("length", [None, 60])
 def test_the_memory_is_the_stated_one(length: int | None) -> None:
     size, options = 100_000, replace(OPTIONS, length=length, most_products=80, dtype=torch.float32)

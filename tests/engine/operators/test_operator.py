@@ -184,7 +184,7 @@ CASES = [
 ]
 
 
-@pytest.mark.part(of=12, by=("of",))
+@pytest.mark.part(of=24, by=("of",))
 @pytest.mark.parametrize(("net", "kind", "of"), CASES)
 def test_every_verb_of_every_layer_is_that_of_its_dense_matrix(net: str, kind: str, of: str) -> None:
     _, found = measured(net, ekfac=of == "ekfac")
@@ -284,7 +284,7 @@ def test_numbers_stand_where_autograd_puts_them() -> None:
     assert {"convolution[1]", "project", "table", "norm"} <= set(whole.layers)
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("basis", [True, False])
 @pytest.mark.parametrize("kind", ["none", "exact", "factored"])
 def test_a_softmax_head_is_applied_and_solved_without_a_dense_matrix(

@@ -94,7 +94,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.part(of=8, by=("kind",))
+@pytest.mark.part(of=16, by=("kind",))
 @pytest.mark.parametrize("kind", ["none", "exact", "factored"])
 @pytest.mark.parametrize("seed", range(6))
 def test_factors_of_any_shape_and_rank_are_those_of_the_dense_matrix(seed: int, kind: str) -> None:
@@ -127,7 +127,7 @@ def test_vectors_in_float64_meet_float32_factors_without_their_rounding(kind: st
     assert relative(single, torch.linalg.solve(expected, right.float().double())) < 1e-3
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["exact", "factored"])
 @pytest.mark.parametrize("level", [1e-2, 1e-6, 1e-9])
@@ -148,7 +148,7 @@ def test_gradient_rows_solve_without_cancellation(stored: torch.dtype, kind: str
     assert relative(whole.power(-0.5) @ right, root) <= 1e-5
 
 
-@pytest.mark.part(of=8, by=("kind", "basis"))
+@pytest.mark.part(of=16, by=("kind", "basis"))
 @pytest.mark.parametrize("basis", [True, False])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["exact", "factored"])

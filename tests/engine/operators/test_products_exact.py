@@ -242,7 +242,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in trainable(model).values())
 
 
-@pytest.mark.part(of=24, by=("net", "of"))
+@pytest.mark.part(of=48, by=("net", "of"))
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("net", list(NETS))
@@ -307,7 +307,7 @@ def test_positive_weights_of_bce_weigh_as_in_torch() -> None:
     assert relative_error(product(space, "hessian", v), hessian(loss)(at) @ v) < EXACT
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_batches_and_micro_batches_do_not_matter(of: Curvature) -> None:
     model, x = made("attending")
@@ -321,7 +321,7 @@ def test_batches_and_micro_batches_do_not_matter(of: Curvature) -> None:
             assert relative_error(found, whole) < EXACT
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_only_what_entered_the_factors_enters_with_its_weight(of: Curvature) -> None:
     model, x = made("perceptron")
@@ -423,7 +423,7 @@ def test_a_hessian_needs_targets_and_a_gauss_newton_none() -> None:
         product(space, "hessian", v)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 def test_memory_that_runs_out_halves_the_micro_batches(of: Curvature, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made("perceptron")
@@ -492,7 +492,7 @@ def texts(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
 SWITCHES = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 
-@pytest.mark.part(of=16, by=("make",))
+@pytest.mark.part(of=32, by=("make",))
 @pytest.mark.parametrize("of", ["ggn", "hessian", "fisher", "empirical"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", [gpt2, llama])

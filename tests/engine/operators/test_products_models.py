@@ -114,7 +114,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.part(of=12, by=("of",))
+@pytest.mark.part(of=24, by=("of",))
 @pytest.mark.parametrize("of", ["ggn", "hessian", "empirical"])
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_a_model_moves_forward_as_its_gradient_says(name: str, of: Curvature) -> None:

@@ -34,7 +34,7 @@ def covered(truth: Tensor, low: Tensor, high: Tensor) -> float:
     return float(((low <= truth + 1e-12) & (truth <= high + 1e-12)).double().mean())
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("probes", "steps"), [(10, 40), (12, 60)])
 def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, steps: int) -> None:
@@ -53,7 +53,7 @@ def test_bands_of_the_distribution_cover_and_are_narrow(name: str, probes: int, 
         assert bool((low >= 0).all() and (high <= 1).all())
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["linear", "symlog"])
 def test_bands_of_the_density_cover(name: str, kind: str) -> None:
@@ -83,7 +83,7 @@ def test_a_logarithmic_axis_holds_what_is_below_its_threshold_at_it() -> None:
     assert estimate[1] < 1e-8
 
 
-@pytest.mark.part(of=12, by=("steps",))
+@pytest.mark.part(of=24, by=("steps",))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_moments_are_those_of_the_probe(name: str, steps: int) -> None:
@@ -119,7 +119,7 @@ def test_each_probes_own_measure_is_bracketed() -> None:
         assert float((high - low).mean()) < 0.02
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", NAMES)
 def test_traces_of_functions_lie_in_their_intervals(name: str) -> None:
     values = spectrum(name, 150)
@@ -135,7 +135,7 @@ def test_traces_of_functions_lie_in_their_intervals(name: str) -> None:
     assert inside >= 18
 
 
-@pytest.mark.part(of=8, by=("dtype",))
+@pytest.mark.part(of=16, by=("dtype",))
 @pytest.mark.parametrize("values", [[2.5], [0.0] * 5, [1.0, 1.0, 4.0], [*([0.0] * 30), 2.0, 3.0]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_an_exhausted_space_is_known_exactly(values: list[float], dtype: torch.dtype) -> None:

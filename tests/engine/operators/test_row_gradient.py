@@ -45,7 +45,7 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.part(of=8, by=("kind", "condition"))
+@pytest.mark.part(of=16, by=("kind", "condition"))
 @pytest.mark.parametrize("kind", ["exact", "factored"])
 @pytest.mark.parametrize("exponent", [-1.0, -0.5])
 @pytest.mark.parametrize("condition", [1e8, 1e10, 1e12])

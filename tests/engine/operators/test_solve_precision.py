@@ -85,7 +85,7 @@ def damped(factors: FactorSet, kind: str, condition: float, of: str, **options: 
     )
 
 
-@pytest.mark.part(of=10, by=("form", "kind"))
+@pytest.mark.part(of=20, by=("form", "kind"))
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6, 1e8])
 @pytest.mark.parametrize("kind", ["exact", "factored"])
 @pytest.mark.parametrize("form", FACTORS)
@@ -193,7 +193,7 @@ def softmax_second_moment(dtype: torch.dtype) -> Tensor:
     return (found + found.T) / 2
 
 
-@pytest.mark.part(of=12, by=("form",))
+@pytest.mark.part(of=24, by=("form",))
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("form", SINGULAR)

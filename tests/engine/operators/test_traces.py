@@ -56,7 +56,7 @@ def test_a_power_law_errs_at_most_half_as_much_as_hutchinson(kind: Kind) -> None
         assert root_mean_square(errors) <= root_mean_square(hutchinson) / 2
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals_cover(kind: Kind) -> None:
     shares = []
@@ -101,7 +101,7 @@ def test_an_estimate_goes_on_from_any_state_bit_by_bit(kind: Kind) -> None:
         kind(61, options).restore(estimate.state())
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_memory_is_the_stated_one(kind: Kind, dtype: torch.dtype) -> None:

@@ -34,7 +34,7 @@ def sizes(made: Workspace, place: Any) -> dict[tuple[str, str], int]:
     return {(term.name, term.place): term.size_bytes for term in weight_terms(made, place)}
 
 
-@pytest.mark.part(of=8, by=("kept",))
+@pytest.mark.part(of=16, by=("kept",))
 @pytest.mark.parametrize("kept", DTYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_converted_weights_are_planned_beside_their_own(kept: str, dtype: str) -> None:

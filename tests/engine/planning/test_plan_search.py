@@ -75,7 +75,7 @@ def deep(**options: Any) -> Workspace:
     return made
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("options", [{}, {"ekfac": True}, {"nested": True, "ekfac": True}])
 @pytest.mark.parametrize("decomposition", ["values", "vectors"])
 def test_a_larger_budget_is_never_slower_and_never_refused(

@@ -83,7 +83,7 @@ def with_graph(model: Net, x: Tensor) -> Tensor:
     return model.first(x).tanh()
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(("run", "reason"), [
     (adapted, "used_elsewhere"), (nested, "nested_tensor"), (tangent, "transformed"), (force, "gradient_identity"),
     (perturbed, None), (no_copies, None), (no_three, None), (with_graph, None),

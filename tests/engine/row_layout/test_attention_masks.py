@@ -245,7 +245,7 @@ def test_padding_of_a_language_model_is_dropped(leading: bool) -> None:
     assert dropped == {f"{layer.name}:0" for layer in whole.layers}
 
 
-@pytest.mark.part(of=16, by=("labelled",))
+@pytest.mark.part(of=32, by=("labelled",))
 @pytest.mark.parametrize("batch_size", [1, 4, 6])
 @pytest.mark.parametrize("labelled", ["real", "some padding", "late", "all"])
 def test_labels_on_padding_count(labelled: str, batch_size: int) -> None:
@@ -271,7 +271,7 @@ def test_labels_on_padding_count(labelled: str, batch_size: int) -> None:
         assert dropped == {name for name in everywhere if "self.key" in name or "self.value" in name}
 
 
-@pytest.mark.part(of=16, by=("make",))
+@pytest.mark.part(of=32, by=("make",))
 @pytest.mark.parametrize("make", [t5, bart])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_an_encoders_mask_is_not_laid_on_its_decoder(make: Callable[[], nn.Module], ignored: bool) -> None:
@@ -314,7 +314,7 @@ class Captioned(nn.Module):
         return self.head(torch.cat([images, (texts * weights).sum(1) / weights.sum(1)], 1))
 
 
-@pytest.mark.part(of=8, by=("honoured",))
+@pytest.mark.part(of=16, by=("honoured",))
 @pytest.mark.parametrize("fisher", ["empirical", "forward_only"])
 @pytest.mark.parametrize("honoured", [False, True])
 def test_patches_are_no_tokens_and_pooling_may_forget_the_mask(honoured: bool, fisher: str) -> None:

@@ -49,7 +49,7 @@ def measured(look_up: Callable[[Positioned, Tensor], Tensor], **options: object)
     return collect(Positioned(look_up), [(ids, ids)], "causal_lm", **{"fisher": "mc", **options})
 
 
-@pytest.mark.part(of=16, by=("look_up",))
+@pytest.mark.part(of=32, by=("look_up",))
 @pytest.mark.parametrize("look_up", [flat, leading])
 @pytest.mark.parametrize("options", [
     {"batch_size": 2}, {"batch_size": 4}, {"batch_size": 8, "sharing": "reduce"}, {"fisher": "type2"},
@@ -93,7 +93,7 @@ def test_the_block_of_a_broadcast_table_is_exact() -> None:
     assert relative_error(kronecker(whole, "mark"), truth) < EXACT
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("look_up", [
     lambda model, places: model.position(places[None])[0],
     lambda model, places: model.position(places[None])[-1:],

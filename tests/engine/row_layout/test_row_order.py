@@ -119,7 +119,7 @@ def measured(kind: str, **options: Any) -> tuple[FactorSet, dict[str, tuple[Tens
 ORDERED = ["siamese", "flipped", "time major", "repeated", "transposed ids"]
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("kind", ORDERED)
 def test_flat_rows_are_put_in_the_order_of_the_examples(kind: str) -> None:
     whole, truth = measured(kind)
@@ -170,7 +170,7 @@ def test_rows_that_a_loop_packs_have_their_traces(sharing: str) -> None:
             assert relative_error(whole.load(layer.ordinal).dense_G, truth[layer.name][1]) < EXACT, layer.name
 
 
-@pytest.mark.part(of=8, by=("ekfac",))
+@pytest.mark.part(of=16, by=("ekfac",))
 @pytest.mark.parametrize("sharing", ["reduce", "expand"])
 @pytest.mark.parametrize("ekfac", [False, True])
 def test_rows_in_an_order_of_their_own_are_summed_and_have_no_trace(sharing: str, ekfac: bool) -> None:

@@ -14,7 +14,7 @@ from tests.engine.semiseparable.matrices import matrices
 from tests.engine.semiseparable.structures import REAL, SCALES, covariance, sss, true_error
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("kfac_A", TridiagonalLowRank), ("kfac_G", TridiagonalLowRank), ("exp_4", BlockSSS), ("cauchy", BlockSSS)],
@@ -98,7 +98,7 @@ def test_a_matrix_is_a_tensor() -> None:
         choose([[1.0]])  # type: ignore[arg-type]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("dtype", "scale"), SCALES)
 def test_an_error_is_the_true_one_at_every_scale(dtype: torch.dtype, scale: float) -> None:
     dense = (covariance() * scale).to(dtype)

@@ -16,7 +16,7 @@ from tests.engine.semiseparable.structures import COMPLEX, REAL, SCALES, Draw, c
 CHOICES = [{"block": 4, "order": 3}, {"block": 16, "tolerance": 1e-3}, {"block": 32, "order": 8}]
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stated_bound_is_the_error(name: str, choice: dict[str, float]) -> None:
@@ -42,7 +42,7 @@ def test_an_exact_matrix_gets_its_order(name: str, order: int) -> None:
     assert set(matrix.orders[0]) == set(matrix.orders[1]) == {order}
 
 
-@pytest.mark.part(of=8, by=("dtype",))
+@pytest.mark.part(of=16, by=("dtype",))
 @pytest.mark.parametrize("dtype", [REAL, COMPLEX])
 @pytest.mark.parametrize(("size", "block"), [(96, 8), (101, 8), (8, 8), (1, 1), (40, 1), (70, 70), (300, 100)])
 def test_orders_that_are_found_are_those_that_were_given(size: int, block: int, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def imputed(dense: Tensor, rank: int, sweeps: int) -> float:
     return float((dense - low).masked_fill(near, 0).norm() / dense.norm())
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.part(of=3, law="the error falls and beats the copied recipe")
 def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
@@ -51,7 +51,7 @@ def test_the_error_falls_and_beats_the_copied_recipe(name: str) -> None:
     assert measured * BETTER.get(name, 1) <= copied
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", ["gauss", "kfac_G", "exp_64"])
 def test_the_end_is_that_of_expectation_and_maximisation(name: str) -> None:
     dense = matrices()[name][:128, :128]
@@ -59,7 +59,7 @@ def test_the_end_is_that_of_expectation_and_maximisation(name: str) -> None:
     assert fitted.relative_error <= 1.05 * imputed(dense, 5, 200)
 
 
-@pytest.mark.part(of=12, by=("dtype",))
+@pytest.mark.part(of=24, by=("dtype",))
 @pytest.mark.parametrize("dtype", [REAL, COMPLEX, torch.float32])
 @pytest.mark.parametrize(("size", "rank"), [(60, 4), (61, 1), (5, 2), (2, 1), (1, 1)])
 def test_a_matrix_of_the_structure_is_met(size: int, rank: int, dtype: torch.dtype) -> None:

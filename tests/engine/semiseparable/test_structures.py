@@ -234,7 +234,7 @@ def require_verbs(matrix: SemiseparableMatrix, dense: Tensor, scale: float, most
     assert float(missed.abs().max()) <= most * float(diagonal.abs().max())
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("size", [1, 20, 64, 131])
 @pytest.mark.parametrize(
     ("dtype", "scale"),

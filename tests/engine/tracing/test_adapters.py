@@ -48,7 +48,7 @@ def examples() -> tuple[Tensor, Tensor]:
     )
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
 def test_both_matrices_are_exact_where_the_net_is_linear(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

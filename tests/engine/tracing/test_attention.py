@@ -94,7 +94,7 @@ def layer(whole: FactorSet, name: str) -> tuple[Tensor, Tensor]:
     return factors.A, factors.G
 
 
-@pytest.mark.part(of=10, by=("sharing",))
+@pytest.mark.part(of=20, by=("sharing",))
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -118,7 +118,7 @@ def test_a_packed_projection_is_three_linear_layers_fed_the_same(batch_first: bo
     assert facts.positions == (24 if masked else 30)
 
 
-@pytest.mark.part(of=8, by=("options",))
+@pytest.mark.part(of=16, by=("options",))
 @pytest.mark.parametrize("options", [{}, {"kdim": 3, "vdim": 2}])
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_projections_of_different_inputs_are_layers_of_their_own(options: dict[str, int], batch_first: bool) -> None:

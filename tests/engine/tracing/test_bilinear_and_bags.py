@@ -50,7 +50,7 @@ class Paired(nn.Module):
         return self.head(torch.tanh(self.pair(torch.sin(x), torch.cos(x[..., :2]))))
 
 
-@pytest.mark.part(of=16, by=("bias",))
+@pytest.mark.part(of=32, by=("bias",))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (5,)])
 @pytest.mark.parametrize("batch_size", [4, 1])
@@ -137,7 +137,7 @@ class Bagged(nn.Module):
         return self.head(torch.tanh(self.use(self.bag, (x.abs() * 7).long() % 9, x)))
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("name", BAGS)
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_a_bag_of_embeddings_is_covered(name: str, batch_size: int) -> None:

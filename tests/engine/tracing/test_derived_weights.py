@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Any, Any, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch_size", [2, 4])
 def test_the_factors_are_those_of_the_products_written_out(case: str, batch_size: int) -> None:
@@ -242,7 +242,7 @@ def _overwritten(scaled: Tensor, x: Tensor) -> Tensor:
     return functional.linear(x, both) + functional.linear(x, torch.exp(scaled))
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("case", BARE)
 def test_what_is_not_linear_keeps_its_exact_diagonal_or_exact_products(case: str) -> None:
     model = Used(BARE[case], (4, 4))

@@ -128,7 +128,7 @@ class Apart(nn.Module):
         return model.head(model.activation(out))
 
 
-@pytest.mark.part(of=16, by=("mixture",))
+@pytest.mark.part(of=32, by=("mixture",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("mixture", [looped, masked])
 def test_a_slice_is_a_linear_layer_that_sees_only_its_tokens(mixture: Mixture, sharing: str) -> None:
@@ -216,7 +216,7 @@ def test_sorted_tokens_in_one_product_are_the_same_experts() -> None:
     require_same(found, truth, {name: name for name in names}, within=1e-5)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("product", [
     torch.bmm, torch.matmul, lambda x, w: torch.baddbmm(torch.zeros_like(x[:, :, :3]), x, w),
 ])  # fmt: skip
@@ -240,7 +240,7 @@ def test_a_batch_of_matrices_is_several_layers(product: Callable[[Tensor, Tensor
         require_same(whole, whole, {f"experts[{place}]": f"lone.{place}" for place in range(EXPERTS)})
 
 
-@pytest.mark.part(of=12, by=("sharing",))
+@pytest.mark.part(of=24, by=("sharing",))
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("mixture", [looped, masked, grouped])
 def test_padding_is_routed_nowhere(mixture: Mixture, sharing: str) -> None:
@@ -281,7 +281,7 @@ def sentences() -> list[tuple[dict[str, Tensor], Tensor]]:
     return [({"input_ids": ids, "attention_mask": mask}, ids)]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_mixtral_is_covered_whatever_computes_its_experts(implementation: str) -> None:
     model = mixtral()
@@ -314,7 +314,7 @@ def test_several_passes_and_smaller_slices_change_nothing() -> None:
     require_same(found, truth, {name: name for name in names})
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_the_exact_trace_and_the_corrected_eigenvalues_of_every_slice_agree(sharing: str) -> None:
     """Rotations keep lengths: ``Σ λ`` of a slice is the second moment of its own gradients, token by token."""

@@ -77,7 +77,7 @@ def several_views(model: Queried, h: Tensor) -> Tensor:
     return h * scale.transpose(0, 1).transpose(0, 1) + shift.contiguous().view(h.shape[0], 1, 4)
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize(
     ("use", "shape"),
     [(detection_queries, (6, 4)), (gated_positions, (9, 2)), (time_first, (5, 1, 4)), (several_views, (1, 2, 4))],
@@ -157,7 +157,7 @@ MULTIPLIED: list[Callable[[Ensemble, Tensor], Tensor]] = [
 ]
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("multiply", MULTIPLIED)
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
 def test_stacked_weights_are_layers_of_their_own_at_every_batch_size(
@@ -199,7 +199,7 @@ def switched_off(parameter: Tensor) -> Tensor:
 MADE: list[Callable[[Tensor], Tensor]] = [Squared.apply, switched_off]  # type: ignore[list-item]
 
 
-@pytest.mark.part(of=16, by=("make", "product"))
+@pytest.mark.part(of=32, by=("make", "product"))
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -232,7 +232,7 @@ def encoded_prompt(model: Queried, h: Tensor) -> Tensor:
     return torch.cat([prompt, h], 1).cumsum(1)
 
 
-@pytest.mark.part(of=8, by=("use",))
+@pytest.mark.part(of=16, by=("use",))
 @pytest.mark.parametrize("use", [normalised_weight, encoded_prompt])
 @pytest.mark.parametrize("batch_size", [2, 3, 6, 7])
 def test_a_last_batch_of_one_example_is_judged_as_several_were(

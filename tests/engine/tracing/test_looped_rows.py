@@ -133,14 +133,14 @@ def models() -> Iterator[Model]:
             yield Model(pair=Pair(kind="loop", name=run.__name__, mixing=run, apart=run, inputs=data), is_twin=True)
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("model", list(models()), ids=lambda model: model.pair.name)
 def test_what_a_loop_feeds_is_counted_at_its_example(model: Model) -> None:
     verdict = str(judge(model, 8, "float64"))
     assert not verdict
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("run", [chunked, weighed_by_itself, texts])
 def test_a_loop_over_one_example_is_no_loop(run: Callable[[Net, Tensor], Tensor]) -> None:
     data = tokens if run is texts else inputs
@@ -163,7 +163,7 @@ class Others(nn.Module):
         return self.h(self.run(self, x))
 
 
-@pytest.mark.part(of=8, by=("name",))
+@pytest.mark.part(of=16, by=("name",))
 @pytest.mark.parametrize(("name", "run"), [
     ("norm", lambda net, x: torch.stack([net.norm(row).tanh() for row in x])),
     ("norm", lambda net, x: torch.cat([net.norm(part).tanh() for part in x.split(3)])),
@@ -199,7 +199,7 @@ class Padded(nn.Module):
         return self.run(self.h, self.a(input_ids).tanh())
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("run", [
     lambda layer, z: torch.stack([layer(text) for text in z]),
     lambda layer, z: torch.cat([layer(part) for part in z.split(2)]),

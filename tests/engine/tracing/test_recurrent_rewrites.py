@@ -176,7 +176,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_a_recurrent_layer_is_its_own_recurrence(kind: str, options: dict[str, Any], batch_size: int) -> None:
@@ -194,7 +194,7 @@ def test_a_recurrent_layer_is_its_own_recurrence(kind: str, options: dict[str, A
     truth.compare(whole, "recurrent.")
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 def test_steps_sum_to_the_gradient_of_the_fused_kernel(kind: str, options: dict[str, Any]) -> None:
     """The oracle itself: Σ_t g aᵀ of the recurrence is `.grad` of torch's kernel, and so is each bias's."""
@@ -217,7 +217,7 @@ def test_steps_sum_to_the_gradient_of_the_fused_kernel(kind: str, options: dict[
             assert relative_error(g.sum(0), own[bias].grad) < EXACT
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_packed_sequences_of_several_lengths(kind: str, options: dict[str, Any], batch_size: int) -> None:
@@ -235,7 +235,7 @@ def test_packed_sequences_of_several_lengths(kind: str, options: dict[str, Any],
     truth.compare(whole, "recurrent.")
 
 
-@pytest.mark.part(of=12, by=("kind",))
+@pytest.mark.part(of=24, by=("kind",))
 @pytest.mark.parametrize(("kind", "options"), LAYERS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_stands_for_a_kernel_computes_what_it_computes(kind: str, options: dict[str, Any], packed: bool) -> None:
@@ -267,7 +267,7 @@ class Looped(nn.Module):
         return torch.stack(left, 1)
 
 
-@pytest.mark.part(of=12, by=("mode",))
+@pytest.mark.part(of=24, by=("mode",))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("kind", "options", "mode"),
@@ -327,7 +327,7 @@ class Learned(nn.Module):
         return self.head(output)
 
 
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("batch_size", [4, 1])
@@ -366,7 +366,7 @@ def test_examples_in_the_place_of_time_are_refused(kind: str) -> None:
     assert {layer.reason for layer in whole.declared} == {"unknown_operation"}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
 def test_part_of_a_recurrent_layer_may_be_frozen(frozen: str) -> None:
     module, width = recurrent("GRU", {"batch_first": True})

@@ -83,7 +83,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(24, 6, dtype=torch.float64, generator=generator), torch.randint(0, 4, (24,), generator=generator)
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 @pytest.mark.parametrize("run", [index_added, masked, copied, squeezed, gathered, sorted_by_expert])
 def test_experts_fed_by_index_are_covered_whole(

@@ -101,7 +101,7 @@ def hold(whole: FactorSet, model: nn.Module, x: Tensor, y: Tensor) -> None:
             assert relative_error(whole.load(layer.ordinal).G, diagonal) < EXACT
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("batch_size", [4, 1])

@@ -67,7 +67,7 @@ def hooked(model: Language, x: Tensor) -> Tensor:
     return model.words(x)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("head", "elsewhere"), [
     (lambda m, x: x @ m.table.weight.T, {"table"}),
     (lambda m, x: functional.linear(x, m.table.weight, m.words.bias), {"table", "words"}),
@@ -112,7 +112,7 @@ def test_a_module_called_with_other_weights_is_not_measured_by_its_calls() -> No
     assert "words" in {layer.name for layer in whole.declared}
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("head", [
     lambda m, x: m.words(x),
     lambda m, x: m.words(m.first(x)),

@@ -35,7 +35,7 @@ def _from_the_left(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.matmul(weight, hidden.transpose(1, 2)).view(len(hidden), -1)[:, :WIDTH]
 
 
-@pytest.mark.part(of=16, by=("project",))
+@pytest.mark.part(of=32, by=("project",))
 @pytest.mark.parametrize("project", [_time_first, _from_the_left])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_a_view_that_the_model_takes_of_a_product_stays_possible(

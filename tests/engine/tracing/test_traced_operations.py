@@ -75,7 +75,7 @@ NORMS: list[Callable[[], nn.Module]] = [
 ]
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_normalisation_with_a_forward_of_its_own_is_measured_by_its_operations(
@@ -120,7 +120,7 @@ class SomeRMSNorm(RootMeanSquare):
     """Known by its name."""
 
 
-@pytest.mark.part(of=8, by=("form",))
+@pytest.mark.part(of=16, by=("form",))
 @pytest.mark.parametrize(
     ("name", "form", "kept"),
     [
@@ -176,7 +176,7 @@ class Own(nn.Linear):
         return functional.linear(x, Clipped.apply(self.weight)) if self.of_weights else Doubled.apply(x, self.weight)
 
 
-@pytest.mark.part(of=16, by=("of_weights",))
+@pytest.mark.part(of=32, by=("of_weights",))
 @pytest.mark.parametrize("of_weights", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_custom_function_has_the_gradient_that_the_model_gives_it(*, of_weights: bool, batch_size: int) -> None:

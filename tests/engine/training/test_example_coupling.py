@@ -36,7 +36,7 @@ def dropping(module: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Dropout(0.5), module)
 
 
-@pytest.mark.part(of=12, by=("model",))
+@pytest.mark.part(of=24, by=("model",))
 @pytest.mark.parametrize("count", [2, 3, 15])
 @pytest.mark.parametrize(
     "model",
@@ -47,7 +47,7 @@ def test_models_that_couple_their_examples_are_seen(model: nn.Module, count: int
     assert couples_examples(model.train(), images(count)) is not None
 
 
-@pytest.mark.part(of=12, by=("model",))
+@pytest.mark.part(of=24, by=("model",))
 @pytest.mark.parametrize("count", [1, 2, 3, 15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ class Noisy(nn.Module):
         return functional.dropout(x + torch.randn(len(x), 6), 0.3)
 
 
-@pytest.mark.part(of=8, by=("net", "chunk"))
+@pytest.mark.part(of=16, by=("net", "chunk"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 9, 16, 32])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 8])

@@ -75,7 +75,7 @@ def total(loss: Tensor | Iterable[Tensor]) -> Tensor:
     return torch.stack(list(loss)).sum()
 
 
-@pytest.mark.part(of=12, by=("loss", "batch_norm", "checkpointing"))
+@pytest.mark.part(of=24, by=("loss", "batch_norm", "checkpointing"))
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("batch_norm", "chunk", "checkpointing"), WAYS)

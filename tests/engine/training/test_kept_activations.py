@@ -45,7 +45,7 @@ def packed_in_a_pass(model: nn.Module, images: Tensor) -> int:
     return sum(each.untyped_storage().nbytes() for address, each in held.items() if address not in own)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("name", "stem", "size"), TABLE)
 def test_an_image_keeps_the_bytes_of_the_table(name: str, stem: str, size: int) -> None:
     kept = kept_activations(backbone(name, stem), (3, size, size))

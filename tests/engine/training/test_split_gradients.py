@@ -56,7 +56,7 @@ def largest_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return float(max((found[name] - truth[name]).abs().max() for name in truth) / largest)
 
 
-@pytest.mark.part(of=12, by=("way", "net"))
+@pytest.mark.part(of=24, by=("way", "net"))
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", WAYS)

@@ -103,7 +103,7 @@ def predicted(step: TrainingStep, way: Way) -> TrainingPeak:
     return StepMemory(step).peak(way)
 
 
-@pytest.mark.part(of=16, by=("way.compute_dtype",))
+@pytest.mark.part(of=32, by=("way.compute_dtype",))
 @pytest.mark.parametrize(
     "way",
     [
@@ -130,7 +130,7 @@ def test_the_peak_is_that_of_a_real_step_with_statistics_of_the_whole_batch() ->
     assert 0.8 <= predicted(episode_step(batch_norm="whole"), way).size_bytes / real <= 1.1
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("way", [Way(), Way(chunk=7), Way(checkpointing=True)], ids=lambda way: way.described)
 def test_the_peak_in_float64_has_the_columns_of_convolutions(way: Way) -> None:
     def doubled(device: str) -> TrainingStep:
@@ -162,7 +162,7 @@ def test_checkpointing_holds_what_is_between_blocks_and_the_inside_of_one() -> N
     assert blocks <= 0.5 * whole
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("chunk", [1, 12])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lines_through_small_chunks_are_the_run_itself(chunk: int, *, checkpointing: bool) -> None:
@@ -188,7 +188,7 @@ def test_parts_are_those_that_shapes_give() -> None:
     assert parts["features and cotangents"] == 2 * 4 * IMAGES * 64 * 2 * 2
 
 
-@pytest.mark.part(of=6, by=("moments",))
+@pytest.mark.part(of=12, by=("moments",))
 @pytest.mark.parametrize(
     ("optimiser", "moments"),
     [
@@ -232,7 +232,7 @@ def test_modules_are_left_as_they_were() -> None:
 
 
 # FSCT with AdamW, five classes of 5 + 16 images at 224, in MiB, found with fake tensors of another device
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(
     ("name", "stem", "peaks"),
     [

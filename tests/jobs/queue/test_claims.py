@@ -182,7 +182,7 @@ WRITES: dict[str, Callable[[Engine, Claim], object]] = {
 
 
 @ON_BOTH
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("since", ["reclaimed", "requeued", "ended", "deleted"])
 def test_a_zombie_writes_nothing(ledger: Engine, held: Held, expire: Any, write: str, since: str) -> None:

@@ -194,7 +194,7 @@ def adds_to(job_id: str) -> dict[str, Any]:
     return {"extends": {"job": job_id}, "model": None, "task": None}
 
 
-@pytest.mark.part(of=8)
+@pytest.mark.part(of=16)
 @pytest.mark.parametrize("naming", [begins_from, compares_with, adds_to])
 @pytest.mark.parametrize("state", ["queued", "running", "cancelling"])
 def test_files_that_a_later_job_begins_from_stay_until_it_has_ended(

@@ -18,7 +18,7 @@ from jobs.schema.database import reading
 from jobs.schema.tables import device_leases, devices
 
 GIB = 2**30
-RACED_ON = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=4, by=())))
+RACED_ON = ("postgresql", pytest.param("sqlite", marks=pytest.mark.part(of=8, by=())))
 """Databases of races of many hands, of which SQLite lets one write at a time."""
 
 

@@ -64,7 +64,7 @@ def _numbered(ledger: Engine, owners: dict[str, str]) -> list[str]:
     return [key[-1] for key in sorted(keys)]
 
 
-@pytest.mark.part(of=4, by=("dialect",))
+@pytest.mark.part(of=8, by=("dialect",))
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_position_is_the_number_of_claims_that_the_scheduler_makes_before(
     ledger: Engine, joined: Any, seed: int

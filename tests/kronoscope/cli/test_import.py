@@ -184,7 +184,7 @@ CASES: list[tuple[str, Change, str]] = [
 ]
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_a_folder_that_was_changed_is_refused_with_the_place_and_leaves_no_job(
     stored: Path, url: str, change: Change, said: str

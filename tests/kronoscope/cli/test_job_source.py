@@ -17,7 +17,7 @@ __all__ = ["embedded"]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     "command",
     [

@@ -62,7 +62,7 @@ def test_directions_on_disk_are_the_operators_powers_of_torchs_gradient(folder: 
             torch.testing.assert_close(second[name], tensor, rtol=1e-9, atol=1e-9 * float(tensor.abs().max()))
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [

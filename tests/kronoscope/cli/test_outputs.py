@@ -16,7 +16,7 @@ def shell(line: str, **more: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, env=environment(**more), capture_output=True, check=False, timeout=120)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("words", ["menu", "menu --json", "--version", "menu --help"])
 def test_an_output_that_is_full_is_said(words: str) -> None:
     done = shell(f'"$@" {words} >/dev/full')
@@ -24,7 +24,7 @@ def test_an_output_that_is_full_is_said(words: str) -> None:
     assert done.stderr.decode() == "error: standard output takes no more (No space left on device); make room there\n"
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("closing", "code"), [(">&-", 0), (">&- 2>&-", 0), ("2>/dev/full", 0), ("nope 2>&-", 2), ("nope 2>/dev/full", 2)]
 )

@@ -52,7 +52,7 @@ def product(
     return (vectors * (values - floor)) @ vectors.T + floor * np.eye(vectors.shape[0])
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e6 * (1 + 1e-6)), ("float32", 1.02e6)])
 def test_the_paper_preset_gives_the_damping_and_condition_numbers_that_it_names(
     kronoscope: Run, folder: Path, dtype: str, limit: float

@@ -166,7 +166,7 @@ FEWSHOT = {
 }  # fmt: skip
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize(
     "options",
     [["kind=[spectrum, natural_gradient, sensitivity]", "collection.ekfac=true"], ["shards=2"], FEWSHOT],
@@ -240,7 +240,7 @@ def test_two_examples_that_are_exchanged_are_named(inputs: Path, tmp_path: Path)
     require_first(found, inputs / "first", tmp_path / "again")
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     ("options", "variables", "said"),
     [

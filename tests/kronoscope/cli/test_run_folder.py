@@ -81,7 +81,7 @@ COMMANDS = (
 )
 
 
-@pytest.mark.part(of=10, by=())
+@pytest.mark.part(of=20, by=())
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_refused_by_file_field_and_remedy(
     folder: Path, ran: Path, kronoscope: Run, damage: str

@@ -153,7 +153,7 @@ BAD = {
 }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_one_sentence_per_fault_and_leaves_nothing(folder: Path, kronoscope: Run, what: str) -> None:
     changes, said = BAD[what]
@@ -202,7 +202,7 @@ def test_the_results_of_an_earlier_run_are_not_replaced_silently(folder: Path, k
 
 
 @pytest.mark.real_programs
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.part(of=2, law="a run leaves what it promises")
 def test_however_a_run_ends_nothing_runs_on(folder: Path, number: signal.Signals) -> None:
@@ -281,7 +281,7 @@ def test_stabilised_factors_are_read_as_factors_and_as_inverses(folder: Path, kr
     assert json.loads(again.stdout)["summary"]["reconstruction"]["clipped"] == 0
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("storage", ["null", "float16"])
 def test_matrices_among_gradient_rows_are_inverted_through(folder: Path, kronoscope: Run, storage: str) -> None:
     """A side of rows is never made dense, so its layer lies as a matrix and an eigenbasis: one reader has both."""

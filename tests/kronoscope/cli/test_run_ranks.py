@@ -46,7 +46,7 @@ def test_two_ranks_give_the_factors_of_one_process_and_the_same_bits_sharded(fol
     assert not (folder / "two" / ".waiting").exists()
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("option", "said"),
     [

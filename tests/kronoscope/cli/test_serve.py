@@ -92,6 +92,7 @@ def methods(kronoscope: Run, url: str, *options: str) -> tuple[str, str]:
     return job_id, said.stdout
 
 
+@pytest.mark.part(of=2, law="a job goes through a service of one process")
 def test_results_come_with_the_text_for_a_paper(kronoscope: Run, client: Client, url: str) -> None:
     job_id, said = methods(kronoscope, url)
     manifest = client.results(job_id).manifest
@@ -127,6 +128,7 @@ def test_results_come_with_the_text_for_a_paper(kronoscope: Run, client: Client,
     assert all(second[name] == manifest[name] for name in ("model_sha256", "data_sha256"))
 
 
+@pytest.mark.part(of=2, law="a job goes through a service of one process")
 def test_two_jobs_of_the_service_are_compared(kronoscope: Run, client: Client, url: str, tmp_path: Path) -> None:
     jobs = []
     for seed in (0, 1):
@@ -169,6 +171,7 @@ def test_two_jobs_of_the_service_are_compared(kronoscope: Run, client: Client, u
     assert "/compare_curvature/against" in refused.stderr
 
 
+@pytest.mark.part(of=2, law="a job goes through a service of one process")
 def test_a_job_goes_through_the_service_and_comes_back_typed(
     folder: Path, kronoscope: Run, client: Client, url: str
 ) -> None:
@@ -364,6 +367,7 @@ def test_a_job_is_scheduled_from_the_command_line(folder: Path, kronoscope: Run,
     assert "/schedule/deadline has passed" in late.stderr
 
 
+@pytest.mark.part(of=2, law="a job goes through a service of one process")
 def test_factors_go_to_another_tool_from_a_job_as_from_a_folder(
     kronoscope: Run, client: Client, url: str, folder: Path
 ) -> None:
@@ -401,6 +405,7 @@ def test_factors_go_to_another_tool_from_a_job_as_from_a_folder(
         assert torch.equal(tensors[f"{name}.hessian"], 2 * kept)
 
 
+@pytest.mark.part(of=2, law="a job goes through a service of one process")
 def test_an_export_that_cannot_be_says_why_and_leaves_nothing(kronoscope: Run, folder: Path) -> None:
     assert kronoscope("run", "job.yaml", "--output", "out", *settings(["keep=[factors]"])).returncode == 0
     # what was killed has left one folder, and another export is at work in the other

@@ -109,7 +109,7 @@ def test_columns_that_a_narrow_terminal_has_no_room_for_are_named() -> None:
     assert "too narrow" not in wide
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("width", [16, 24, 40])
 @pytest.mark.parametrize(
     "pattern",

@@ -151,7 +151,7 @@ def program(path: Path, *arguments: str) -> None:
 
 
 @SQLITE
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("missing", ["the guardian's interpreter", "the child's interpreter", "a module"])
 def test_while_its_installation_is_replaced_a_worker_loses_no_job(  # noqa: PLR0917 - it takes what it needs
     missing: str, submitted: Any, agent: Any, scripted: Any, eventually: Any, job: Any, returned: Any,

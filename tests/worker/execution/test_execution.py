@@ -183,7 +183,7 @@ def test_two_sets_are_compared_where_the_parent_found_them_or_by_their_paths(
     assert last.model_sha256 is not None
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("against", "pointer", "said"),
     [
@@ -256,7 +256,7 @@ def test_a_refused_document_is_one_failed_frame(store: Path, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("part", "task"), [("model", "sentence_embedding"), ("data", "classification")])
 def test_what_was_never_fetched_is_not_looked_for_offline(store: Path, tmp_path: Path, part: str, task: str) -> None:
     absent = {"source": "huggingface", "id": "nobody/nothing-of-this-name"}

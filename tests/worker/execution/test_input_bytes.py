@@ -125,7 +125,7 @@ def repeated(path: Path, compression: str) -> None:
     pyarrow.parquet.write_table(pa.table({"text": text}), path, compression=compression)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("compression", ["snappy", "zstd"])
 def test_a_table_that_unpacks_to_212_mb_is_counted_and_leaves_nothing(tmp_path: Path, compression: str) -> None:
     path = tmp_path / "train.parquet"

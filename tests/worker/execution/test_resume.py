@@ -295,7 +295,7 @@ def test_killed_in_the_second_pass(tmp_path: Path) -> None:
     assert BATCHES <= batch < 2 * BATCHES
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("sync", [4, 5], ids=["the manifest", "the sums"])
 def test_killed_while_a_checkpoint_is_written(undisturbed: list[Any], tmp_path: Path, sync: int) -> None:
     place = Place(tmp_path)

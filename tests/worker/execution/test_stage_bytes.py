@@ -41,7 +41,7 @@ def _with_spectrum(values: Tensor) -> tuple[Tensor, Tensor]:
     return factor, vectors
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(
     ("placement", "dtype", "clipped"),
     # of a float32 factor the most that is added to; one more is made from the floor in float64, which takes most of it

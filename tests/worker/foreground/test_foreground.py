@@ -299,7 +299,7 @@ def test_a_request_without_its_newline_leaves_the_lifeline_out(foreground: Any) 
     assert process.wait(240) == 0
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("request_", [b"", b"{", b"[]", b"{}", b"[" * 100_000])
 def test_a_request_that_is_none_is_a_usage_error(foreground: Any, tmp_path: Any, request_: Any) -> None:
     process = foreground(["finish"], request=request_)
@@ -369,7 +369,7 @@ def test_a_run_that_fails_later_keeps_what_it_has(foreground: Any, tmp_path: Any
     assert not list((out / "artifacts").iterdir())
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", ["../escape.json", "/etc/escape.json", "a/../../b.json", ".hidden", ""])
 def test_artifacts_stay_in_their_folder(foreground: Any, tmp_path: Any, name: Any) -> None:
     announced = {"frame": "artifact", "name": name, "sha256": "0" * 64, "size_bytes": 0, "media_type": "x/y"}

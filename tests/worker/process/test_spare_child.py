@@ -207,7 +207,7 @@ def held_to(walls: str, folder: Path, python: str) -> Confinement:
     return Confinement(user=USER, files=512, processes=256, namespaces=spaces)
 
 
-@pytest.mark.part(of=16, by=())  # the walls of Compose are those of tests/walls/test_spare_child.py, in each landing
+@pytest.mark.part(of=32, by=())  # the walls of Compose are those of tests/walls/test_spare_child.py, in each landing
 @pytest.mark.parametrize("walls", WALLS)
 @pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_a_prepared_child_is_behind_the_same_walls_and_computes_the_same(
@@ -259,7 +259,7 @@ def hears(task: Path) -> bool:
     return not int(status["SigBlk"], 16) & 1 << (signal.SIGTERM - 1)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("walls", WALLS)
 @pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_a_crash_is_that_of_the_job(
@@ -292,7 +292,7 @@ def test_a_stop_reaches_the_job(spare: SpareChild, environment: dict[str, str], 
         assert child.wait(SECONDS) == EXIT_STOPPED
 
 
-@pytest.mark.part(of=16, by=())  # what does not fit is asked of `unfit` below
+@pytest.mark.part(of=32, by=())  # what does not fit is asked of `unfit` below
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", "GPU-none"), ("OPENBLAS_NUM_THREADS", "1")])
 @pytest.mark.part(of=2, law="a prepared child is as good as a new one")
 def test_what_the_imports_do_not_fit_is_computed_by_a_new_program(
@@ -324,7 +324,7 @@ def test_a_file_that_changed_since_it_was_imported_is_named(tmp_path: Path, monk
     assert str(source) in unfit({}, files, later)
 
 
-@pytest.mark.part(of=16, by=())  # either takes the other with it; of the importer's death alone is the test below
+@pytest.mark.part(of=32, by=())  # either takes the other with it; of the importer's death alone is the test below
 @pytest.mark.parametrize("killed", ["guardian", "importer"])
 def test_one_that_was_killed_begins_nothing_and_the_next_is_there(
     spare: SpareChild, environment: dict[str, str], assignment: Any, killed: str

@@ -41,7 +41,7 @@ from worker.supervision.supervisor import Supervisor
 
 pytestmark = pytest.mark.real_programs
 
-SQLITE_FIRST = ("sqlite", pytest.param("postgresql", marks=pytest.mark.part(of=16, by=(), per="file")))
+SQLITE_FIRST = ("sqlite", pytest.param("postgresql", marks=pytest.mark.part(of=32, by=(), per="file")))
 OTHER = "0198c0de-0000-7000-8000-000000000000"
 """A tenant that has no job."""
 
@@ -423,7 +423,7 @@ def test_two_different_crashes_are_bad_luck(submitted: Any, supervise: Any, job:
     assert (job(job_id).state, job(job_id).failures) == ("queued", 3)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("raw", ["garbage\n", '{"frame": "layer", "kind": 3}\n', '{"frame": "progress", "stage": 1}\n'])
 def test_a_child_that_loses_its_mind_has_crashed(
     submitted: Any, supervise: Any, job: Any, events: Any, raw: Any
@@ -443,7 +443,7 @@ def test_frames_that_no_row_can_hold_are_a_crash_and_not_an_end_of_the_worker(
     assert (job(job_id).state, job(job_id).failures) == ("queued", 1)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", ["../../escape", "/etc/passwd", "a//b", "missing.json"])
 def test_an_artifact_that_is_not_there_is_never_listed(
     ledger: Any, submitted: Any, supervise: Any, job: Any, name: Any
@@ -603,7 +603,7 @@ def test_threads_of_a_job_without_a_plan_stand_too(submitted: Any, supervise: An
     assert (told["threads"], told["choose_threads"]) == (1, False)
 
 
-@pytest.mark.part(of=8, by=("given",))
+@pytest.mark.part(of=16, by=("given",))
 @pytest.mark.parametrize(
     ("given", "said", "kept"),
     [(None, 1, 1), (None, 10**9, None), (None, 0, None), (None, True, None), (None, "1", None), (3, 1, 3)],

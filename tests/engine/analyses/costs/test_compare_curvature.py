@@ -39,7 +39,7 @@ def gradient_rows(size: int, count: int, seed: int) -> LowRank:
     return LowRank(rows=rows, scales=torch.ones(count, dtype=torch.float64), weight=1.0)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("kept", ["dense", "rows"])
 def test_what_comparing_two_factors_takes_is_what_the_plan_says(kept: str) -> None:
     dense = kept == "dense"

@@ -62,7 +62,7 @@ CASES: dict[str, tuple[NaturalGradientParams, tuple[int, int, int], dict[str, An
 }
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("case", CASES)
 def test_a_natural_gradient_takes_what_the_plan_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params, widths, options = CASES[case]

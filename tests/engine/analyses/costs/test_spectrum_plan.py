@@ -65,7 +65,7 @@ def job(name: str, params: SpectrumParams) -> Workspace:
     return space
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("of", ["ggn", "hessian"])
 @pytest.mark.parametrize("name", ["wide", "deep", "convolutions", "attention"])
 def test_the_search_takes_what_the_plan_says(name: str, of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ def test_inputs_of_zeros_have_nothing_to_solve_with(tmp_path: Path) -> None:
     assert "layer `0` has an A without a positive eigenvalue" in said
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("named", [*A_ONLY, *BOTH])
 def test_the_same_factors_give_the_same_bytes(tmp_path: Path, named: Any) -> None:
     options = LAPLACE if named == "laplace" else {}

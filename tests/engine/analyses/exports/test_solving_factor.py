@@ -31,7 +31,7 @@ def drawn(kind: str, seed: int) -> Tensor:
 KINDS = ("dead columns", "fewer tokens than columns", "indefinite by rounding")
 
 
-@pytest.mark.part(of=10, by=("kind",))
+@pytest.mark.part(of=20, by=("kind",))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(20))
 def test_it_solves_and_its_damping_is_the_smallest(kind: str, seed: int) -> None:

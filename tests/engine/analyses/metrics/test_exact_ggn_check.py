@@ -107,7 +107,7 @@ def checks(space: Workspace, **options: Any) -> tuple[dict[str, CrossCheck], Cro
             rows[row.layer] = row.metrics.cross_check  # type: ignore[attr-defined]
 
 
-@pytest.mark.part(of=8, by=("loss",))
+@pytest.mark.part(of=16, by=("loss",))
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse", "bce"])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_products_are_those_of_the_dense_matrix(loss: str, micro_batch: int | None) -> None:

@@ -46,7 +46,7 @@ def measured(
     raise AssertionError("one layer gives one row")
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(("exponent", "examples"), [(0.5, 340), (0.8, 240), (0.65, 300)])
 def test_a_power_law_is_flagged_although_reruns_agree(exponent: float, examples: int) -> None:
     truth = effective_rank(law(200, exponent))
@@ -64,7 +64,7 @@ def test_a_power_law_is_flagged_although_reruns_agree(exponent: float, examples:
     assert (summary.not_converged["effective_rank"], summary.not_converged["trace"]) == (1, 0)
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 def test_enough_examples_are_not_flagged(exponent: float) -> None:
     truth = effective_rank(law(40, exponent))

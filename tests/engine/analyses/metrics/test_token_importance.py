@@ -91,7 +91,7 @@ def test_of_the_datas_labels_it_is_the_mean_square_of_each_examples_gradient(pol
     torch.testing.assert_close(stored, torch.stack(squares).mean(0), rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.part(of=6, by=("policy",))
+@pytest.mark.part(of=12, by=("policy",))
 @pytest.mark.parametrize("name", ["table", "lm_head"])
 @pytest.mark.parametrize("policy", ["dense", "all"])
 def test_of_a_head_that_holds_its_tables_weight_it_is_the_heads_own(name: str, policy: str) -> None:

@@ -59,7 +59,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(model, ways(model, number), id=model.name, marks=marks)
 
 
-@pytest.mark.part(of=32, by=("model.pair.kind", "model.is_twin"))
+@pytest.mark.part(of=64, by=("model.pair.kind", "model.is_twin"))
 @pytest.mark.parametrize(("model", "chosen"), list(cases()))
 def test_a_model_is_measured_rightly_or_refused_for_a_true_reason(model: Model, chosen: list[Way]) -> None:
     for size, dtype in chosen:
@@ -74,7 +74,7 @@ def test_every_kind_has_six_mechanisms() -> None:
     assert len({model.name for model in MODELS}) == len(MODELS)
 
 
-@pytest.mark.part(of=32, by=())
+@pytest.mark.part(of=64, by=())
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.kind}: {pair.name}")
 def test_one_of_a_pair_mixes_and_the_other_does_not(pair: Pair) -> None:
     for model in (Model(pair=pair, is_twin=False), Model(pair=pair, is_twin=True)):

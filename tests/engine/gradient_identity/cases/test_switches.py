@@ -119,7 +119,7 @@ SWITCHES: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[str]]] = [
 ]
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize(("switch", "names"), SWITCHES, ids=lambda value: getattr(value, "__name__", None))
 def test_without_a_part_three_models_are_judged_wrongly(
     switch: Callable[[pytest.MonkeyPatch], None], names: Sequence[str], monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ def relative(found: Tensor, truth: Tensor) -> float:
 
 
 # one pair at a time, blocks that no dimension divides evenly, all at once
-@pytest.mark.part(of=16, by=("kind",))
+@pytest.mark.part(of=32, by=("kind",))
 @pytest.mark.parametrize("at_once", [1, 25, 160, 10**6])
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("kind", list(MASKS))

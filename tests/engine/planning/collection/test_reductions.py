@@ -71,7 +71,7 @@ def found(request: pytest.FixtureRequest) -> list[Any]:
     return results
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("reduction", CASES)
 def test_the_plan_counts_what_a_reduction_holds(reduction: str, found: list[Any]) -> None:
     for each in found:

@@ -139,7 +139,7 @@ def test_a_damaged_entry_is_collected_again_and_replaced(jobs: Runner) -> None:
     assert [frame.outcome for frame in rows(first)] == [frame.outcome for frame in rows(second)]
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     "changes",
     [

@@ -81,7 +81,7 @@ def table(path: Path, **columns: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_named_columns_are_the_tokens_labels_and_factors_of_transformers(
     tmp_path: Path, folder: Path, classifier: LoadedModel, context: LoaderContext, suffix: str
@@ -112,7 +112,7 @@ def test_named_columns_are_the_tokens_labels_and_factors_of_transformers(
     assert {name: row.metrics for name, row in ours.items()} == {name: row.metrics for name, row in theirs.items()}
 
 
-@pytest.mark.part(of=8, by=())  # each kind of file is read by the test above
+@pytest.mark.part(of=16, by=())  # each kind of file is read by the test above
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
 def test_usual_names_need_no_key_and_every_file_is_read_alike(
     tmp_path: Path, classifier: LoadedModel, context: LoaderContext, suffix: str
@@ -243,7 +243,7 @@ AS_WRITTEN: dict[str, tuple[list[str], tuple[str, ...], Any]] = {
 }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("kind", list(AS_WRITTEN))
 def test_labels_of_a_csv_are_read_as_they_are_written(tmp_path: Path, context: LoaderContext, kind: str) -> None:
     labels, known, expected = AS_WRITTEN[kind]
@@ -296,7 +296,7 @@ def test_tags_by_name_are_those_of_the_model(tmp_path: Path, minilm: Path, conte
     assert read.reading["labels"]["numbers"] == {"O": 0, "B-PER": 1}
 
 
-@pytest.mark.part(of=8, by=())  # what counts is given the texts, whatever they were read from
+@pytest.mark.part(of=16, by=())  # what counts is given the texts, whatever they were read from
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_column_of_texts_that_all_differ_is_refused_as_it_comes(
     tmp_path: Path, context: LoaderContext, suffix: str

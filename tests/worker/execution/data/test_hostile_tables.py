@@ -151,7 +151,7 @@ def processor_seconds() -> float:
     return sum(os.times()[:4])
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("name", PARQUET)
 def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "train.parquet"
@@ -166,7 +166,7 @@ def test_a_page_that_declares_two_gib_is_refused(tmp_path: Path) -> None:
     refused(path, r"cannot be read as parquet")
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

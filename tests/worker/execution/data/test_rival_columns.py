@@ -49,7 +49,7 @@ def labelled(other: str, *values: Any) -> list[Row]:
     return [{"text": "ab", "label": place % 2, other: value} for place, value in enumerate(values)]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 @pytest.mark.parametrize("other", ["labels", "target", "Targets"])
 def test_two_labels_that_differ_in_a_row_are_refused(targets: Callable[..., Any], suffix: str, other: str) -> None:
@@ -80,7 +80,7 @@ def test_labels_that_the_task_does_not_read_may_differ(targets: Callable[..., An
     targets(labelled("labels", 1, 1), task="causal_lm")
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 @pytest.mark.parametrize("task", ["sequence_classification", "causal_lm"])
 def test_two_texts_that_differ_in_a_row_are_refused(targets: Callable[..., Any], suffix: str, task: str) -> None:

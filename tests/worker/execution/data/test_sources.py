@@ -217,7 +217,7 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(
     ("name", "content", "said"), BAD_FILES, ids=lambda value: value if isinstance(value, str) else ""
 )

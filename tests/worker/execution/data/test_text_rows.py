@@ -98,7 +98,7 @@ def require_tokens_of(minilm: Path, inputs: dict[str, torch.Tensor], **options: 
         assert torch.equal(inputs[name], expected[name])
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_both_halves_of_a_pair_are_read_as_transformers_joins_them(
     tmp_path: Path, minilm: Path, reading: Callable[..., Read], one: str, other: str
@@ -124,7 +124,7 @@ def test_the_model_sees_which_half_a_token_is_of(tmp_path: Path, minilm: Path, r
         torch.testing.assert_close(model(**inputs)[0], model(**given)[0])
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 def test_pairs_of_a_table_are_read_or_refused(
     tmp_path: Path, minilm: Path, reading: Callable[..., Read], suffix: str
@@ -186,7 +186,7 @@ FOLDERS: dict[str, tuple[str, list[str], list[str]]] = {
 }
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("kind", list(FOLDERS))
 def test_the_files_of_a_split_are_those_that_have_its_name_as_a_word(
     tmp_path: Path, reading: Callable[..., Read], kind: str
@@ -230,7 +230,7 @@ def test_every_other_key_of_a_line_is_listed(tmp_path: Path, reading: Callable[.
     assert "`label` of rows.jsonl" in read.unused
 
 
-@pytest.mark.part(of=8, by=("suffix",))
+@pytest.mark.part(of=16, by=("suffix",))
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("task", ["masked_lm", "sentence_embedding"])
 def test_a_label_that_the_task_does_not_use_may_be_anything(
@@ -249,7 +249,7 @@ def test_a_label_that_the_task_does_not_use_may_be_anything(
     assert len(reading(task).file(lines(tmp_path, [{"text": "a", "label": 1}, {"text": "b"}]))[0]["input_ids"]) == 2
 
 
-@pytest.mark.part(of=8, by=())  # what compares names is given those of either kind of file
+@pytest.mark.part(of=16, by=())  # what compares names is given those of either kind of file
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_names_that_differ_in_case_alone_are_refused_unless_the_document_names_one(
     tmp_path: Path, reading: Callable[..., Read], suffix: str
@@ -294,7 +294,7 @@ BAD = [
 ]
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(("rows", "said"), BAD, ids=[said[:30] for _, said in BAD])
 def test_what_cannot_be_read_as_it_stands_is_refused(
     tmp_path: Path, reading: Callable[..., Read], rows: Any, said: str
@@ -369,7 +369,7 @@ def test_texts_are_cut_at_the_end_that_transformers_cuts(
     require_tokens_of(folder, inputs, truncation=True, max_length=9)
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("field", ["do_lower_case", "strip_accents", "tokenize_chinese_chars"])
 def test_a_tokenizer_config_that_contradicts_the_tokenizer_is_refused(
     tmp_path: Path, copied: Callable[..., Path], context: LoaderContext, field: str

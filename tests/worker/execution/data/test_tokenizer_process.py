@@ -70,7 +70,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_makes_the_library_panic_is_the_files_fault(tmp_path: Path, what: str) -> None:
     parts, said = HOSTILE[what]

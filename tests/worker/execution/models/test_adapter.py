@@ -138,7 +138,7 @@ def trainable(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_trainable_tensors_are_those_of_peft(saved: Saved, case: str) -> None:
     family, task, options = CASES[case]
@@ -154,7 +154,7 @@ def test_outputs_and_trainable_tensors_are_those_of_peft(saved: Saved, case: str
     assert all(torch.equal(own[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(
     "case", ["DoRA", "rsLoRA", "Conv1D", "Conv1D, DoRA", "untied embedding", "Conv2d", "bias: all"]
 )
@@ -214,7 +214,7 @@ def test_the_record_names_base_and_adapter_by_their_digests(saved: Saved) -> Non
         assert digest == hashlib.sha256((adapter / f"adapter_{name}").read_bytes()).hexdigest()
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("case", ["DoRA", "embedding", "Conv2d", "head"])
 def test_a_plan_has_the_same_layers_without_a_number(saved: Saved, case: str) -> None:
     family, task, options = CASES[case]

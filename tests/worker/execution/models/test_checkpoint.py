@@ -77,7 +77,7 @@ def inputs_for(family: str) -> Any:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize(("family", "auto", "task"), CASES)
 def test_what_was_saved_is_what_is_loaded(saved: Callable[..., Path], family: str, auto: str, task: str) -> None:
     config = CONFIGS[family]()

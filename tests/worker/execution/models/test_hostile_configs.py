@@ -44,7 +44,7 @@ def hostile(field: Field) -> Iterator[Any]:
         yield from (least - 1, most + 1, [most + 1], [[least - 1]])
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_field_of_every_architecture_is_bounded(part: int) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415 - not at collection

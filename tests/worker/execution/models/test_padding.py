@@ -76,7 +76,7 @@ def read(
     return loaded, logits
 
 
-@pytest.mark.part(of=8, by=())
+@pytest.mark.part(of=16, by=())
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_text_has_the_same_logits_beside_a_longer_one(family: str, saved: Callable[..., Path]) -> None:
     transformers = importlib.import_module("transformers")

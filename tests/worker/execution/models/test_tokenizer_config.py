@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.part(of=6, by=())
+@pytest.mark.part(of=12, by=())
 @pytest.mark.parametrize("case", CASES)
 def test_texts_have_the_ids_of_transformers_or_are_refused(case: str, tmp_path: Path) -> None:
     kind, parts, files, said = CASES[case]

@@ -89,7 +89,7 @@ def test_the_results_are_those_of_the_undivided_job(runner: Runner, of: str) -> 
     require_close(run, whole)
 
 
-@pytest.mark.part(of=16, by=())
+@pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize(("shards", "block", "pieces"), [(3, 32, [(0, 7)]), (1, 2, [(0, 7)]), (2, 6, [(0, 6), (6, 7)])])
 @pytest.mark.part(of=2, law="pieces score as the undivided job does")
 def test_there_are_as_many_pieces_as_collected_and_no_more_than_blocks(

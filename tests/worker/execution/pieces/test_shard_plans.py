@@ -107,7 +107,7 @@ def compare(found: dict[str, Any], truth: dict[str, Any], tolerance: float) -> i
     return compared
 
 
-@pytest.mark.part(of=12, by=())
+@pytest.mark.part(of=24, by=())
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_any_number_of_pieces_gives_the_figures_of_the_whole(
     runner: Runner, document: dict[str, Any], dtype: str, pytestconfig: pytest.Config
