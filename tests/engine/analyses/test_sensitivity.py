@@ -234,14 +234,24 @@ def test_bytes_are_those_of_what_is_stored() -> None:
     assert {name: format_bytes(5, 10, name, params) for name in FORMATS} == expected  # type: ignore[arg-type]
 
 
-def test_two_runs_give_the_same_rows() -> None:
+def test_two_runs_give_the_same_rows_and_say_how_far_they_are() -> None:
     def rows() -> Any:
         torch.manual_seed(5)
         net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
-        made = predicted(net, [(torch.randn(30, 8), torch.randint(3, (30,)))], "classification", budget=0.7)
-        return [row.metrics for row in made.layers], made.summary["sensitivity"]
+        data = torch.utils.data.TensorDataset(torch.randn(30, 8), torch.randint(3, (30,)))
+        params = {"sensitivity": {**OPTIONS, "budget": 0.7}}
+        collection = {**FLOAT64, "batch_size": 8}
+        seen: list[Any] = []
+        made = measure(
+            net, data, task="classification", kinds="sensitivity", collection=collection, params=params,
+            report=lambda *each: seen.append(each),
+        )  # fmt: skip
+        return [row.metrics for row in made.layers], made.summary["sensitivity"], seen
 
-    assert rows() == rows()
+    first = rows()
+    assert rows() == first
+    gradient = [each[1:] for each in first[2] if each[0] == "sensitivity" and each[3] == "batches"]
+    assert gradient == [(done, 4, "batches") for done in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("layers", [1, 3000])
