@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { command -v $$p; break; }; done)
 
-.PHONY: help demo test test-gpu bench-gpu laws mutants check format bench picture site wheel soak architectures architectures-list peers schemathesis test-clients test-consumers test-nightly test-docker test-slurm lock audit sbom pin-images env clean
+.PHONY: help demo test test-gpu bench-gpu laws mutants check check-format check-lints check-types check-imports check-docstrings format bench picture site wheel soak architectures architectures-list peers schemathesis test-clients test-consumers test-nightly test-docker test-slurm lock audit sbom pin-images env clean
 
 help: ## this list
 	@echo "Kronoscope measures the curvature of trained networks, layer by layer."
@@ -70,11 +70,22 @@ laws: $(STAMP) ## list what the tests hold: the cases of each law and fault kind
 mutants: $(STAMP) ## change ten formulas of the engine, drawn by a seed, and see a landing's tests of their rooms fail (15 minutes)
 	@$(PY) -m ops.mutate_formulas
 
-check: $(STAMP) ## formatting, lints, types, import contracts
+check: $(STAMP) ## formatting, lints, types, import contracts, two at a time
+	@$(MAKE) --jobs=2 --output-sync=target check-types check-format check-lints check-imports check-docstrings
+
+check-format:
 	@echo "==> ruff format";  $(BIN)/ruff format --check --quiet .
+
+check-lints:
 	@echo "==> ruff check";   $(BIN)/ruff check --quiet .
+
+check-types:
 	@echo "==> mypy";         $(BIN)/mypy
+
+check-imports:
 	@echo "==> lint-imports"; $(BIN)/lint-imports --no-logo
+
+check-docstrings:
 	@echo "==> docstrings";   $(PY) ops/measure_source.py --check
 
 format: $(STAMP) ## rewrite the formatting, apply the lints' safe mends

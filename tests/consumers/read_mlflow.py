@@ -44,6 +44,13 @@ def main() -> None:
     exported("mlflow", folder, stopped, code=5)
     last = tracker.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])[0]
     assert (last.info.status, last.data.tags["kronoscope.state"]) == ("KILLED", "cancelled")
+    broken = folder.with_name("broken")
+    broken.mkdir()
+    (broken / "artifacts").touch()  # so that no file can be taken
+    exported("mlflow", broken, code=2)
+    tracker = MlflowClient(f"sqlite:///{broken / 'mlflow.db'}")
+    (left,) = tracker.search_runs([tracker.get_experiment_by_name("kronoscope").experiment_id])
+    assert left.info.status == "KILLED"
     refused = subprocess.run(
         [sys.executable, "-P", "-m", "kronoscope.cli.main", "export", str(RUN), "--to", "mlflow", "-o", "ftp://nowhere/x"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True, check=False,

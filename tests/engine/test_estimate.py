@@ -104,6 +104,7 @@ def test_shapes_alone_give_the_plan_that_the_job_makes(name: str) -> None:
     assert [term["size_bytes"] for term in planned["terms"] if term["name"] == "weights"] == [weights]
 
 
+@pytest.mark.part(of=2, law="a plan that is made alone is that of the job")
 def test_a_model_is_planned_where_it_stands_with_what_is_tied_in_it() -> None:
     make, inputs, targets, task, options = MODELS["gpt2"]
     model = make()
@@ -115,6 +116,7 @@ def test_a_model_is_planned_where_it_stands_with_what_is_tied_in_it() -> None:
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.part(of=2, law="a plan that is made alone is that of the job")
 def test_the_kernels_of_the_planned_device_and_of_an_earlier_attempt_decide() -> None:
     task = MODELS["gpt2"][3]
     ids = torch.zeros(4, 256, dtype=torch.int64)
@@ -169,6 +171,7 @@ def within(host_bytes: int, *, scratch: bool = True) -> Any:
 
 @pytest.mark.part(of=32, by=())
 @pytest.mark.parametrize("scratch", [True, False])
+@pytest.mark.part(of=2, law="a plan that is made alone is that of the job")
 def test_the_smallest_budget_is_accepted_and_a_mebibyte_less_is_not(
     monkeypatch: pytest.MonkeyPatch, scratch: bool
 ) -> None:
@@ -195,6 +198,7 @@ def test_a_job_that_is_refused_names_the_smallest_budget_that_takes_it() -> None
     assert collect_or_read(job(int(named[1]) * 2**20)).layers
 
 
+@pytest.mark.part(of=2, law="a plan that is made alone is that of the job")
 def test_a_named_budget_is_not_refused_to_a_process_that_holds_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
     held = 400 * 2**20
     monkeypatch.setattr(planning, "resident_bytes", lambda: held)

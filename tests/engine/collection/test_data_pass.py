@@ -100,6 +100,7 @@ def passes_within(extra_bytes: int) -> tuple[list[tuple[object, ...]], int, list
     return digests(made), len(plans[-1]["parts"]), reported
 
 
+@pytest.mark.part(of=2, law="several passes are one")
 def test_passes_change_no_digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     step = 2**19 if chosen_part(request.config) == ALL else 2**21
     # what the process holds moves by more than these small factors
@@ -178,6 +179,7 @@ def test_less_memory_is_never_faster_and_never_enough_again(
     assert all(size in {-(-20 // slices) for slices in range(1, 21)} for _, size in seen)
 
 
+@pytest.mark.part(of=2, law="several passes are one")
 def test_passes_of_an_earlier_plan_are_made_again() -> None:
     made = space(2**40)
     deep = tuple(f"deep.{place}" for place in range(40))

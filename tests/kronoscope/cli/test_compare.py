@@ -28,6 +28,7 @@ def ran(kronoscope: Run, folder: Path, name: str, *changes: str) -> dict[str, di
     return {row["layer"]: row["metrics"] for row in rows if row["kind"] == "capacity"}
 
 
+@pytest.mark.part(of=2, law="runs and jobs are compared")
 def test_folders_of_runs_are_compared(kronoscope: Run, folder: Path) -> None:
     first, second = (ran(kronoscope, folder, f"run{seed}", f"collection.seed={seed}") for seed in (0, 1))
     done = kronoscope("compare", "./run0", "run1", "--json")
@@ -47,6 +48,7 @@ def test_folders_of_runs_are_compared(kronoscope: Run, folder: Path) -> None:
     assert "collection.seed: 0 | 1" in shown
 
 
+@pytest.mark.part(of=2, law="runs and jobs are compared")
 def test_jobs_of_a_service_are_compared_with_a_folder(kronoscope: Run, folder: Path, embedded: Embedded) -> None:
     one, two = (
         seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT, seeding.DOCUMENT | {"name": name})
@@ -109,6 +111,7 @@ def test_what_cannot_be_compared_is_said(kronoscope: Run, arguments: tuple[str, 
     assert said in done.stderr.replace("\n", " ")
 
 
+@pytest.mark.part(of=2, law="runs and jobs are compared")
 def test_a_number_that_no_job_has_is_refused(kronoscope: Run, embedded: Embedded) -> None:
     ids = [seeding.finished(embedded.engine, embedded.artifacts, LOCAL_TENANT) for _ in range(2)]
     done = kronoscope("compare", *ids, "--metric", "trce", KRONOSCOPE_URL=embedded.server.url)

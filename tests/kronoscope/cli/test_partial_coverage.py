@@ -64,6 +64,7 @@ def partial(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.part(of=2, law="a part does not look like the whole")
 def test_a_part_of_a_model_does_not_look_like_a_success(partial: Path, kronoscope: Run) -> None:
     done = kronoscope("run", "partial.yaml", "--output", "out")
     assert done.returncode == 6, done.stderr
@@ -89,6 +90,7 @@ def test_a_part_of_a_model_does_not_look_like_a_success(partial: Path, kronoscop
     assert "`min_coverage` asks for 90.00%" in asked.stderr
 
 
+@pytest.mark.part(of=2, law="a part does not look like the whole")
 def test_a_refused_analysis_does_not_look_like_a_success(partial: Path, kronoscope: Run) -> None:
     (partial / "partial_model.py").write_text(PARTIAL + SATURATED)
     document = (

@@ -127,6 +127,7 @@ def test_products_are_those_of_the_dense_matrix(loss: str, micro_batch: int | No
         assert relative_error(product, dense(model, x, y, loss, own) @ vector) < EXACT
 
 
+@pytest.mark.part(of=2, law="the exact matrix is that of plain autograd")
 def test_every_layer_of_an_odd_model_and_the_whole() -> None:
     model, x, y = attending()
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -190,6 +191,7 @@ def test_a_tied_head_is_one_block() -> None:
         assert rows[name].top_eigenvalue == pytest.approx(float(truth[-1]), rel=1e-8)
 
 
+@pytest.mark.part(of=2, law="the exact matrix is that of plain autograd")
 def test_batches_do_not_matter_and_the_order_of_slices_neither() -> None:
     model, x, y = attending()
     several = [
@@ -211,6 +213,7 @@ def test_only_what_entered_the_factors_enters_with_its_weight() -> None:
     assert found.top_eigenvalue == pytest.approx(float(torch.linalg.eigvalsh(truth)[-1]), rel=1e-8)
 
 
+@pytest.mark.part(of=2, law="the exact matrix is that of plain autograd")
 def test_weights_ignored_targets_and_smoothing_weigh_as_in_the_factors() -> None:
     model, x, y = perceptron("cross_entropy")
     y[4] = -100
@@ -230,6 +233,7 @@ def test_weights_ignored_targets_and_smoothing_weigh_as_in_the_factors() -> None
     assert head.top_eigenvalue <= float(exact["2"] or 0)
 
 
+@pytest.mark.part(of=2, law="the exact matrix is that of plain autograd")
 def test_the_interval_covers_in_about_95_of_100_seeds() -> None:
     model, x, y = perceptron("cross_entropy")
     names = ("0.weight", "0.bias", "2.weight", "2.bias")
