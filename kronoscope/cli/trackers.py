@@ -166,12 +166,16 @@ def _mlflow(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], ou
     now = int(time.time() * 1000)
     parts = {"metrics": [entities.Metric(name, value, now, step) for name, value, step in _metrics(found, rows)],
              "params": [entities.Param(*each) for each in dict(_texts(_document(found), "")).items()]}  # fmt: skip
-    for what, every in parts.items():
-        for first in range(0, len(every), _AT_ONCE[what]):
-            tracker.log_batch(run, **{what: every[first : first + _AT_ONCE[what]]})
-    for name, path in files.items():
-        tracker.log_artifact(run, str(path), str(Path(name).parent) if "/" in name else None)
-    tracker.set_terminated(run, _STATUS[found.job.state])
+    end = "KILLED"
+    try:
+        for what, every in parts.items():
+            for first in range(0, len(every), _AT_ONCE[what]):
+                tracker.log_batch(run, **{what: every[first : first + _AT_ONCE[what]]})
+        for name, path in files.items():
+            tracker.log_artifact(run, str(path), str(Path(name).parent) if "/" in name else None)
+        end = _STATUS[found.job.state]
+    finally:  # a run that took a part alone does not stand there as one under way
+        tracker.set_terminated(run, end)
 
 
 def _wandb(found: ResultsView, rows: list[Layer], files: Mapping[str, Path], output: str) -> None:
