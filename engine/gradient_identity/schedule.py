@@ -172,12 +172,18 @@ def differs_alone(subject: Subject, summed: SummedRows) -> bool:
 def find_mixed(subject: Subject, summed: SummedRows) -> tuple[Forward, int] | None:
     """Find an example whose outputs differ from those that it has alone, among a few spread over each group."""
     for part in summed.parts():
-        together, count = _outputs(subject, part), min(_OTHERS, part.size)
-        for place in (number * part.size // count for number in range(count)):
+        together = _outputs(subject, part)
+        for place in spread_places(part.size):
             alone = _outputs(subject, pick_examples(part, [place]))
             if _is_other(together[place : place + 1], alone, subject):
                 return Forward(batch=part, start=summed.groups[0].start), place
     return None
+
+
+def spread_places(size: int) -> list[int]:
+    """Return the places of a few examples of a group, from the first on."""
+    count = min(_OTHERS, size)
+    return [number * size // count for number in range(count)]
 
 
 def find_mixed_in_halves(

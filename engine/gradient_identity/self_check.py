@@ -28,6 +28,7 @@ from engine.gradient_identity.schedule import (
     find_mixed,
     find_mixed_by_exchange,
     find_mixed_in_halves,
+    spread_places,
 )
 from engine.gradient_identity.summed_rows import NO_ROWS, SummedRows
 from engine.layers.layer import TreatedLayer
@@ -264,7 +265,8 @@ class SelfCheck:
         Of all examples, in halves of their groups, or of a few alone.
         """
         if self._no_glance(summed) is not None and not (in_halves and self.drawing):
-            return {}
+            mixes = not in_halves and not self.drawing and any(check.mixes for check in self.layers.values())
+            return self._check_rows_of_few(layers, summed) if mixes else {}
         found: tuple[Forward, int] | None = None
         with kept_generators(self.subject.device):
             # examples that cannot be run so say nothing
@@ -276,6 +278,16 @@ class SelfCheck:
                 else:
                     found = find_mixed_in_halves(self.subject, layers, summed)
             return {} if found is None else self._batch_check(layers, found[0], (found[1],)).run().layers
+
+    def _check_rows_of_few(self, layers: Sequence[TreatedLayer], summed: SummedRows) -> dict[str, LayerCheck]:
+        """Check the rows of a few examples of each group, where outputs differ whether a layer's rows do or not."""
+        found: dict[str, LayerCheck] = {}
+        with kept_generators(self.subject.device), contextlib.suppress(EngineError, Unwinding):
+            for part in summed.parts():
+                forward = Forward(batch=part, start=summed.groups[0].start)
+                for name, each in self._batch_check(layers, forward, spread_places(part.size)).run().layers.items():
+                    found[name] = worse(found.get(name), each)
+        return found
 
     def refuse_sums(self, name: str, error: float) -> LayerCheck:
         """Note that the sums of a layer are not those of its rows; ``error`` is the relative difference."""
