@@ -175,7 +175,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - any record goes in, JSON comes o
     Returns:
         Dicts with text keys, lists and scalars.
     """
-    if type(value) in _SCALARS:  # most are, and the other questions take five times as long
+    if type(value) in _SCALARS:  # most are: no further questions
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}

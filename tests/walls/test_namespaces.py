@@ -58,7 +58,7 @@ def runs(each):
 told["running"] = [each.name for each in Path("/proc").glob("[0-9]*") if each.name != str(os.getpid()) and runs(each)]
 print(json.dumps(told))
 """
-"""What still runs of a program's user, and the end of the program."""
+"""Code that ends such a program: it lists the processes of its user that still run, and prints what was found."""
 SERVICE = """
 import json, os, subprocess, sys, time
 from contextlib import closing
